@@ -1,0 +1,52 @@
+# Everything sets up its own .venv: on a fresh machine, `make demo` or `make test` is all there is to type.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench test-matrix spec format clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "shiftwork needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "• making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "• installing the tools that install (pip)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	@echo "• installing shiftwork and what it is tested with"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[embedded]' --group dev
+	@touch $(READY)
+
+demo: $(READY) ## see jobs go in, being claimed and settled, on an embedded PostgreSQL
+	@$(BIN)/shiftwork demo
+
+test: $(READY) ## run every test, in parallel and in random order
+	@echo "• testing"
+	@$(BIN)/python -m pytest -n auto $(ARGS)
+
+check: $(READY) ## formatting, lint, types and the direction of imports
+	@echo "• ruff format"; $(BIN)/ruff format --check --quiet .
+	@echo "• ruff check"; $(BIN)/ruff check --quiet .
+	@echo "• mypy"; $(BIN)/mypy --no-error-summary
+	@echo "• pyright"; PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings >$(VENV)/pyright.log 2>&1 || { cat $(VENV)/pyright.log; exit 1; }
+	@echo "• import-linter"; $(BIN)/lint-imports --no-cache >$(VENV)/imports.log 2>&1 || { cat $(VENV)/imports.log; exit 1; }
+	@echo "• spec rows"; $(BIN)/python docs/rows.py --check
+
+format: $(READY) ## format and mend what can be mended
+	@$(BIN)/ruff format --quiet .; $(BIN)/ruff check --fix --quiet .
+
+bench: $(READY) ## measure, as ratios within one run
+	@$(BIN)/python -m bench $(ARGS)
+
+test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
+	@$(BIN)/python tests/matrix.py $(ARGS)
+
+spec: $(READY) ## write the page of rows that the tests show
+	@$(BIN)/python docs/rows.py
+
+clean: ## remove everything that make made
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

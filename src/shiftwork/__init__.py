@@ -1,0 +1,1 @@
+"""Background work for Python on PostgreSQL, and nothing but PostgreSQL."""
