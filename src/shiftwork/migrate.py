@@ -1,0 +1,210 @@
+"""Installing the protocol: tables by numbered migrations, verbs as functions that are re-created whole.
+
+Each migration runs in a transaction of its own, which first takes an advisory lock and then looks what is still missing.
+So racing migrators take turns and the later ones find nothing to do, and one that was killed leaves whole migrations
+behind: the next goes on where it ended. The lock belongs to the transaction, so a pooler is no obstacle. Locks on
+tables are waited for only briefly: better to fail and be run again than to hold up everyone who queues behind us.
+
+The files are written for the schema `shiftwork` and run as they are with psql; another name is put in for that one word.
+Functions are re-created only by code that is not older than what is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, LiteralString, cast
+
+import psycopg
+from psycopg import sql
+
+from shiftwork.errors import SchemaTooNew, SchemaTooOld
+from shiftwork.settings import check_schema
+
+PROTOCOL = 1
+"""Rises whenever a function that a client or a worker calls is added or changes what it does."""
+
+LOCK_TIMEOUT = "5s"
+PATIENCE = "120s"
+"""How long one migrator waits for another."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One numbered step of the tables."""
+
+    number: int
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What `migrate` would do."""
+
+    installed: int
+    """The protocol that the database has; 0 if none."""
+    migrations: tuple[Migration, ...]
+    functions: bool
+    """Whether the functions differ from ours."""
+
+    def __bool__(self) -> bool:
+        return bool(self.migrations) or self.functions
+
+
+def migrations() -> list[Migration]:
+    """All steps, in their order."""
+    folder = files("shiftwork.sql") / "migrations"
+    found = sorted(file.name for file in folder.iterdir() if file.name.endswith(".sql"))
+    return [
+        Migration(int(name[:4]), name.removesuffix(".sql"), (folder / name).read_text("utf-8")) for name in found
+    ]
+
+
+def functions() -> str:
+    """Every verb, as one script."""
+    folder = files("shiftwork.sql") / "protocol"
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".sql"))
+    return "\n".join((folder / name).read_text("utf-8") for name in names) + _HARDEN
+
+
+def roles() -> str:
+    """The roles and what each may do, as one script."""
+    return (files("shiftwork.sql") / "roles.sql").read_text("utf-8")
+
+
+# Nobody gets to call a function by default: who shares the database has no business here.
+_HARDEN = """
+revoke all on all routines in schema shiftwork from public;
+select shiftwork.extend_history();
+"""
+
+_BOOTSTRAP = """
+create schema if not exists shiftwork;
+create table if not exists shiftwork.migrations (
+  number      int primary key,
+  name        text not null,
+  applied_at  timestamptz not null default now()
+);
+"""
+
+
+def script(schema: str = "shiftwork", *, with_roles: bool = False) -> str:
+    """All of it for psql, to install from nothing."""
+    parts = ["begin;", _BOOTSTRAP]
+    for step in migrations():
+        parts += [
+            step.text,
+            f"insert into shiftwork.migrations (number, name) values ({step.number}, '{step.name}');",  # noqa: S608
+        ]
+    parts += [functions(), _stamp(), roles() if with_roles else "", "commit;"]
+    return _for_schema("\n".join(parts), schema)
+
+
+def pending(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> Pending:
+    """What the database lacks. Changes nothing."""
+    check_schema(schema)
+    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        installed, fingerprint, applied = _installed(cursor, schema)
+    missing = tuple(step for step in migrations() if step.number not in applied)
+    return Pending(installed, missing, installed <= PROTOCOL and fingerprint != _fingerprint())
+
+
+def migrate(
+    connection: psycopg.Connection[Any], schema: str = "shiftwork", *, with_roles: bool = False
+) -> list[str]:
+    """Bring the database up to date; says what was done, an empty list if there was nothing to do.
+
+    The connection must not be inside a transaction. Racing migrators are safe.
+    """
+    check_schema(schema)
+    done = [f"applied {step.name}" for step in _apply(connection, schema)]
+    with connection.transaction(), connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        _take_turn(cursor, schema)
+        installed, fingerprint, applied = _installed(cursor, schema)
+        if installed > PROTOCOL or max(applied) > migrations()[-1].number:
+            raise SchemaTooNew(
+                f"schema {schema!r} has protocol {installed}, and this shiftwork knows {PROTOCOL}: "
+                "it was installed by a newer release, which has to migrate it"
+            )
+        if fingerprint != _fingerprint():
+            _run(cursor, functions(), schema)
+            _run(cursor, _stamp(), schema)
+            done.append("re-created the functions" if installed else "created the functions")
+        if with_roles:
+            _run(cursor, roles(), schema)
+            done.append("granted the roles")
+    return done
+
+
+def require(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> None:
+    """Refuse a database whose protocol is older than ours; a newer one serves older clients."""
+    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        installed, _, _ = _installed(cursor, schema)
+    if installed < PROTOCOL:
+        what = f"protocol {installed} is installed" if installed else "nothing is installed"
+        raise SchemaTooOld(
+            f"in schema {schema!r} {what}, and {PROTOCOL} is needed: run `shiftwork migrate`"
+        )
+
+
+def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migration]:
+    for step in migrations():
+        with connection.transaction(), connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+            _take_turn(cursor, schema)
+            _run(cursor, _BOOTSTRAP, schema)
+            _, _, applied = _installed(cursor, schema)
+            if step.number in applied:
+                continue
+            _run(cursor, step.text, schema)
+            cursor.execute(
+                sql.SQL("insert into {}.migrations (number, name) values (%s, %s)").format(sql.Identifier(schema)),
+                (step.number, step.name),
+            )
+        yield step
+
+
+def _take_turn(cursor: psycopg.Cursor[Any], schema: str) -> None:
+    cursor.execute("select set_config('lock_timeout', %s, true)", (PATIENCE,))
+    cursor.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{schema} migrate",))
+    cursor.execute("select set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))
+
+
+def _installed(cursor: psycopg.Cursor[Any], schema: str) -> tuple[int, str | None, set[int]]:
+    name = sql.Identifier(schema)
+    [[has_migrations, has_settings]] = cursor.execute(
+        "select to_regclass(%s) is not null, to_regclass(%s) is not null",
+        (f'"{schema}".migrations', f'"{schema}".settings'),
+    ).fetchall()
+    if not has_migrations:
+        return 0, None, set()
+    rows = cursor.execute(sql.SQL("select number from {}.migrations").format(name)).fetchall()
+    stamps = (
+        cursor.execute(sql.SQL("select value from {}.settings where name = 'protocol'").format(name)).fetchall()
+        if has_settings
+        else []
+    )
+    stamp = stamps[0][0] if stamps else {}
+    return stamp.get("version", 0), stamp.get("fingerprint"), {number for (number,) in rows}
+
+
+def _fingerprint() -> str:
+    return hashlib.sha256(functions().encode()).hexdigest()[:16]
+
+
+def _stamp() -> str:
+    return (
+        "insert into shiftwork.settings (name, value) values ('protocol', "  # noqa: S608
+        f"""'{{"version": {PROTOCOL}, "fingerprint": "{_fingerprint()}"}}') """
+        "on conflict (name) do update set value = excluded.value;"
+    )
+
+
+def _run(cursor: psycopg.Cursor[Any], text: str, schema: str) -> None:
+    cursor.execute(cast("LiteralString", _for_schema(text, schema)))
+
+
+def _for_schema(text: str, schema: str) -> str:
+    return text.replace("shiftwork", check_schema(schema))

@@ -1,0 +1,246 @@
+-- Two rooms: jobs that are not finished, and history of those that are. Beside them, what workers and people need.
+
+create type shiftwork.job_state as enum (
+  'blocked', 'scheduled', 'ready', 'running', 'waiting',
+  'completed', 'failed', 'cancelled', 'expired'
+);
+
+create type shiftwork.unique_scope as enum ('pending', 'unfinished', 'window');
+
+-- The only clock: the start of the statement, or of the transaction where a procedure has just committed. Tests replace it.
+create function shiftwork.clock() returns timestamptz language sql stable parallel safe
+return greatest(now(), statement_timestamp());
+
+create table shiftwork.jobs (
+  id            bigint generated always as identity primary key,
+  state         shiftwork.job_state not null default 'ready',
+  priority      int not null,
+  run_at        timestamptz not null default shiftwork.clock(),
+  created_at    timestamptz not null default shiftwork.clock(),
+  attempt       int not null default 0,
+  failures      int not null default 0,
+  resets        int not null default 0,
+  max_attempts  int not null,
+  expires_at    timestamptz,
+  claimed_at    timestamptz,
+  started_at    timestamptz,
+  finished_at   timestamptz,
+  worker        bigint,
+  claim         bigint,
+  keep          int,
+  unique_scope  shiftwork.unique_scope,
+  task          text not null,
+  queue         text not null,
+  payload       jsonb not null default '{}',
+  unique_key    text,
+  held_key      text,
+  tags          text[] not null default '{}',
+  result        jsonb,
+  error         jsonb,
+
+  constraint job_is_live check (state < 'completed' and finished_at is null),
+  constraint names_fit check (octet_length(task) between 1 and 200 and octet_length(queue) between 1 and 100),
+  constraint payload_is_an_object check (jsonb_typeof(payload) = 'object'),
+  constraint counters_in_range check (
+    attempt between 0 and 1000000000 and failures between 0 and 1000000000 and resets between 0 and 1000000000
+    and max_attempts > 0 and (keep is null or keep >= 0)
+  ),
+  constraint times_in_range check (
+    run_at >= '0001-01-01 00:00+00' and run_at < '10000-01-01 00:00+00'
+    and (expires_at is null or (expires_at >= '0001-01-01 00:00+00' and expires_at < '10000-01-01 00:00+00'))
+    and created_at >= '0001-01-01 00:00+00' and created_at < '10000-01-01 00:00+00'
+    and (claimed_at is null or isfinite(claimed_at)) and (started_at is null or isfinite(started_at))
+  ),
+  constraint holder_matches_state check (
+    (state in ('running', 'waiting')) = (claimed_at is not null)
+    and (started_at is null or claimed_at is not null)
+    and (state <> 'running' or (worker is not null and claim is not null))
+  ),
+  constraint key_fits check (
+    (unique_key is null or octet_length(unique_key) between 1 and 255)
+    and (unique_key is null) = (unique_scope is null)
+    and (held_key is null or held_key = unique_key)
+  ),
+  constraint tags_fit check (cardinality(tags) <= 50 and array_position(tags, null) is null)
+) with (
+  fillfactor = 80,
+  autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+  autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0
+);
+
+-- What claim walks through, in its order; what promote walks through; whose jobs the reaper takes; what has a deadline.
+create index jobs_ready on shiftwork.jobs (queue, priority, run_at, id) where state = 'ready';
+create index jobs_due on shiftwork.jobs (run_at, id) where state = 'scheduled';
+create index jobs_running on shiftwork.jobs (worker, claim) where state = 'running';
+create index jobs_expiring on shiftwork.jobs (expires_at, id)
+  where expires_at is not null and state in ('ready', 'scheduled', 'blocked');
+create unique index jobs_unique on shiftwork.jobs (task, held_key) where held_key is not null;
+
+-- Finished jobs, by the day on which they may be forgotten; kept for ever is 'infinity', so that the default partition
+-- stays empty: attaching a partition reads all of it under an exclusive lock.
+create table shiftwork.history (
+  like shiftwork.jobs,
+  forget_on date not null,
+  constraint job_is_finished check (
+    state >= 'completed' and finished_at is not null and (state = 'completed') = (error is null)
+  )
+) partition by range (forget_on);
+
+create index history_id on shiftwork.history (id);
+create index history_unique on shiftwork.history (task, unique_key, created_at) where unique_key is not null;
+create table shiftwork.history_default partition of shiftwork.history default;
+create table shiftwork.history_forever partition of shiftwork.history for values from ('infinity') to (maxvalue);
+
+-- Attempts that failed or were lost with their worker; what succeeded is told by the job itself.
+create table shiftwork.attempts (
+  job         bigint not null,
+  attempt     int not null,
+  outcome     text not null check (outcome in ('failed', 'lost')),
+  will_retry  boolean not null,
+  code        text not null,
+  error       jsonb not null,
+  worker      bigint,
+  claimed_at  timestamptz,
+  started_at  timestamptz,
+  ended_at    timestamptz not null,
+  primary key (job, attempt)
+);
+
+-- A process that runs jobs: a fresh id at every start, one lease for all that it holds.
+create table shiftwork.workers (
+  id           bigint generated always as identity primary key,
+  token        uuid not null default gen_random_uuid(),
+  name         text not null default 'worker' check (name ~ '^[A-Za-z0-9._-]{1,100}$'),
+  host         text not null default '' check (octet_length(host) <= 255),
+  pid          int not null default 0,
+  backend_pid  int not null default pg_backend_pid(),
+  queues       text[] not null default '{}',
+  details      jsonb not null default '{}',
+  started_at   timestamptz not null default shiftwork.clock(),
+  seen_at      timestamptz not null default shiftwork.clock(),
+  lease_until  timestamptz not null check (isfinite(lease_until)),
+  gone_at      timestamptz,
+  label        text not null generated always as (name || '@' || host || ':' || pid || '#' || token) stored
+) with (fillfactor = 50);
+
+-- What is known of a task: the values that an enqueue leaves out, and what becomes of a job that is lost.
+create table shiftwork.tasks (
+  name           text primary key check (octet_length(name) between 1 and 200),
+  queue          text check (octet_length(queue) between 1 and 100),
+  priority       int,
+  max_attempts   int check (max_attempts > 0),
+  retry          jsonb,
+  max_resets     int check (max_resets >= 0),
+  on_lost        text not null default 'requeue' check (on_lost in ('requeue', 'fail')),
+  unique_scope   shiftwork.unique_scope,
+  unique_action  text check (unique_action in ('return', 'replace', 'merge', 'refuse')),
+  unique_window  interval,
+  merge          jsonb,
+  handler        text,
+  description    text,
+  registered_at  timestamptz not null default shiftwork.clock()
+);
+
+-- Retention in days per queue and ending (2147483647: for ever; null: as '*' says).
+create table shiftwork.queues (
+  name            text primary key check (octet_length(name) between 1 and 100),
+  keep_completed  int check (keep_completed >= 0),
+  keep_failed     int check (keep_failed >= 0),
+  keep_cancelled  int check (keep_cancelled >= 0),
+  keep_expired    int check (keep_expired >= 0),
+  description     text,
+  constraint the_default_is_whole check (
+    name <> '*' or (keep_completed is not null and keep_failed is not null
+                    and keep_cancelled is not null and keep_expired is not null)
+  )
+);
+insert into shiftwork.queues values ('*', 7, 30, 7, 30, 'what holds for every queue that says nothing else');
+
+-- Queues and tasks that nobody may claim from, until a time or until resumed.
+create table shiftwork.pauses (
+  kind    text not null check (kind in ('queue', 'task')),
+  name    text not null check (octet_length(name) between 1 and 200),
+  since   timestamptz not null default shiftwork.clock(),
+  until   timestamptz,
+  reason  text,
+  actor   text not null,
+  primary key (kind, name)
+);
+
+-- Requests to cancel a job that somebody holds. Apart from its row, which its handler may have locked.
+create table shiftwork.signals (
+  job           bigint primary key,
+  requested_at  timestamptz not null default shiftwork.clock(),
+  reason        text,
+  actor         text not null
+);
+
+create table shiftwork.progress (
+  job       bigint primary key,
+  attempt   int not null,
+  fraction  real check (fraction between 0 and 1),
+  message   text,
+  at        timestamptz not null default shiftwork.clock()
+);
+
+create table shiftwork.logs (
+  id       bigint generated always as identity primary key,
+  job      bigint not null,
+  attempt  int not null,
+  at       timestamptz not null default shiftwork.clock(),
+  level    text not null,
+  message  text not null
+);
+create index logs_job on shiftwork.logs (job, id);
+
+-- Which jobs a blocked job waits for, and what it needs of their results.
+create table shiftwork.edges (
+  job     bigint not null,
+  needs   bigint not null,
+  result  jsonb,
+  primary key (job, needs),
+  check (job <> needs)
+);
+create index edges_needs on shiftwork.edges (needs);
+
+create table shiftwork.schedules (
+  name      text primary key check (octet_length(name) between 1 and 200),
+  task      text not null,
+  payload   jsonb not null default '{}' check (jsonb_typeof(payload) = 'object'),
+  queue     text,
+  cron      text not null,
+  timezone  text not null default 'UTC',
+  next_at   timestamptz,
+  last_at   timestamptz
+);
+
+-- What people did to jobs, queues and tasks: one row per act, in its transaction.
+create table shiftwork.audit (
+  id      bigint generated always as identity primary key,
+  at      timestamptz not null default shiftwork.clock(),
+  actor   text not null,
+  verb    text not null,
+  target  jsonb not null,
+  before  jsonb,
+  after   jsonb
+);
+
+create table shiftwork.settings (
+  name   text primary key,
+  value  jsonb not null
+);
+insert into shiftwork.settings values ('max_payload', '1048576');
+
+-- The state machine as data: which verb may move a job from which state to which. No `before` means that it is born.
+create table shiftwork.moves (
+  verb    text not null,
+  before  shiftwork.job_state,
+  after   shiftwork.job_state not null,
+  unique nulls not distinct (verb, before, after)
+);
+
+-- Until when somebody sleeps, and until when somebody waits for a result: epoch milliseconds of the clock. Sequences, since
+-- their values stand outside of MVCC: every transaction sees them at once, and they never bloat.
+create sequence shiftwork.asleep_until minvalue 0 start 0;
+create sequence shiftwork.awaited_until minvalue 0 start 0;
+create sequence shiftwork.claims;

@@ -1,0 +1,40 @@
+-- Cancel jobs. One that somebody holds gets a signal, and its handler is told; it ends as it then ends.
+-- Answers for each: cancelled, signalled, finished (too late), or unknown.
+create or replace function shiftwork.cancel(ids bigint[], reason text default null, actor text default null)
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+declare
+  free bigint[];
+  held bigint[];
+begin
+  free := array(
+    select job.id from shiftwork.jobs as job
+     where job.id = any(ids) and job.state <> 'running' order by job.id for update skip locked);
+  if cardinality(free) > 0 then
+    perform shiftwork.finish(free, 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')));
+  end if;
+  -- What is left is running, or just being moved by someone: the signal outlasts both.
+  with asked as (
+    insert into shiftwork.signals (job, reason, actor)
+    select job.id, reason, coalesce(actor, session_user) from shiftwork.jobs as job where job.id = any(ids) order by job.id
+    on conflict (job) do nothing returning job
+  )
+  select array_agg(asked.job) into held from asked;
+  held := array(select signal.job from shiftwork.signals as signal where signal.job = any(ids));
+  if cardinality(held) > 0 and pg_notification_queue_usage() < 0.5 then
+    perform pg_notify('shiftwork_cancel', one::text) from unnest(held) as one;
+  end if;
+  perform shiftwork.note(actor, 'cancel', jsonb_build_object('jobs', to_jsonb(ids)),
+                         after => jsonb_build_object('cancelled', free, 'signalled', held, 'reason', reason));
+  return query
+  select one, case when one = any(free) then 'cancelled' when one = any(held) then 'signalled'
+                   when exists (select from shiftwork.history as ended where ended.id = one) then 'finished'
+                   else 'unknown' end
+    from unnest(ids) as one;
+end $$;
+
+-- Write down who did what: one row for each act, in the transaction of the act.
+create or replace function shiftwork.note(actor text, verb text, target jsonb, before jsonb default null, after jsonb default null)
+returns void language sql security definer set search_path = shiftwork, pg_temp as $$
+  insert into shiftwork.audit (actor, verb, target, before, after) values (coalesce(actor, session_user), verb, target, before, after)
+$$;

@@ -1,0 +1,210 @@
+-- Enqueue. Null means the task's registered value. A run_at that has passed counts as now: nobody jumps the queue.
+
+-- Many jobs as one JSON array of objects; says what became of each, by its place in the array.
+create or replace function shiftwork.enqueue_many(jobs jsonb)
+returns table (ordinal int, id bigint, outcome text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+#variable_conflict use_column
+declare
+  present timestamptz := shiftwork.clock();
+  wish record;
+begin
+  if jsonb_typeof(jobs) is distinct from 'array' then
+    raise exception using errcode = 'SW001', message = 'enqueue_many takes a JSON array of jobs';
+  end if;
+
+  return query
+  with wanted as (
+    select wish.*, row_number() over (order by wish.ordinal) as place
+      from rows from (jsonb_to_recordset(jobs) as (
+             task text, payload jsonb, queue text, priority int, delay double precision, run_at timestamptz,
+             expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int
+           )) with ordinality as wish (task, payload, queue, priority, delay, run_at, expires_in, expires_at,
+                                       max_attempts, unique_key, tags, keep, ordinal)
+     where wish.unique_key is null
+  ), fresh as (
+    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
+    select task, coalesce(payload, '{}'), coalesce(wanted.queue, known.queue, 'default'),
+           coalesce(wanted.priority, known.priority, 0), coalesce(wanted.max_attempts, known.max_attempts, 5),
+           greatest(coalesce(run_at, present + delay * interval '1 second', present), present), present,
+           case when coalesce(run_at, present + delay * interval '1 second', present) > present
+                then 'scheduled' else 'ready' end::shiftwork.job_state,
+           coalesce(expires_at, present + expires_in * interval '1 second'), coalesce(tags, '{}'), keep
+      from wanted left join shiftwork.tasks as known on known.name = wanted.task
+     order by wanted.ordinal
+    returning jobs.id
+  ), numbered as (
+    select fresh.id, row_number() over (order by fresh.id) as place from fresh
+  )
+  select wanted.ordinal::int, numbered.id, 'created'::text
+    from wanted join numbered on numbered.place = wanted.place;
+
+  if not jsonb_path_exists(jobs, '$[*].unique_key ? (@ != null)') then
+    return;
+  end if;
+
+  -- Keyed jobs: locks are taken in one order by everyone, so that no two enqueues can wait for each other.
+  perform pg_advisory_xact_lock(lock)
+     from (select distinct hashtextextended('shiftwork ' || (one ->> 'task') || ' ' || (one ->> 'unique_key'), 0) as lock
+             from jsonb_array_elements(jobs) as one left join shiftwork.tasks as known on known.name = one ->> 'task'
+            where coalesce(one ->> 'unique_scope', known.unique_scope::text) = 'window' and one ->> 'unique_key' is not null
+            order by lock) as locks;
+  for wish in
+    select one.value as job, one.ordinality::int as place
+      from jsonb_array_elements(jobs) with ordinality as one
+     where one.value ->> 'unique_key' is not null
+     order by one.value ->> 'task' collate "C", one.value ->> 'unique_key' collate "C", one.ordinality
+  loop
+    ordinal := wish.place;
+    select kept.id, kept.outcome into id, outcome from shiftwork.enqueue_unique(wish.job) as kept;
+    return next;
+  end loop;
+end $$;
+
+-- One job with a unique key: makes it, or does to the one that holds the key what the action says.
+create or replace function shiftwork.enqueue_unique(wish jsonb, out id bigint, out outcome text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+#variable_conflict use_column
+declare
+  present timestamptz := shiftwork.clock();
+  known shiftwork.tasks;
+  fresh shiftwork.jobs;
+  twin record;
+  action text;
+  since timestamptz;
+begin
+  select * into known from shiftwork.tasks where name = wish ->> 'task';
+  fresh.task := wish ->> 'task';
+  fresh.payload := coalesce(wish -> 'payload', '{}');
+  fresh.queue := coalesce(wish ->> 'queue', known.queue, 'default');
+  fresh.priority := coalesce((wish ->> 'priority')::int, known.priority, 0);
+  fresh.max_attempts := coalesce((wish ->> 'max_attempts')::int, known.max_attempts, 5);
+  fresh.run_at := greatest(coalesce((wish ->> 'run_at')::timestamptz,
+                                    present + (wish ->> 'delay')::double precision * interval '1 second'), present);
+  fresh.state := case when fresh.run_at > present then 'scheduled' else 'ready' end;
+  fresh.expires_at := coalesce((wish ->> 'expires_at')::timestamptz,
+                               present + (wish ->> 'expires_in')::double precision * interval '1 second');
+  fresh.tags := coalesce((select array_agg(tag order by place) from jsonb_array_elements_text(nullif(wish -> 'tags', 'null'))
+                            with ordinality as one (tag, place)), '{}');
+  fresh.keep := (wish ->> 'keep')::int;
+  fresh.unique_key := wish ->> 'unique_key';
+  if coalesce(wish ->> 'unique_scope', 'pending') not in ('pending', 'unfinished', 'window') then
+    raise exception using errcode = 'SW001', message = format('"%s" is no scope of a unique key', wish ->> 'unique_scope'),
+      hint = 'There are: pending, unfinished, window.';
+  end if;
+  fresh.unique_scope := coalesce((wish ->> 'unique_scope')::shiftwork.unique_scope, known.unique_scope, 'pending');
+  action := coalesce(wish ->> 'unique_action', known.unique_action, 'return');
+  if action not in ('return', 'replace', 'merge', 'refuse') then
+    raise exception using errcode = 'SW001', message = format('"%s" is no action for a unique key', action),
+      hint = 'There are: return, replace, merge, refuse.';
+  end if;
+  if action in ('replace', 'merge') and fresh.unique_scope <> 'pending' then
+    raise exception using errcode = 'SW001',
+      message = format('action "%s" needs scope "pending", not "%s"', action, fresh.unique_scope),
+      hint = 'A job that has begun cannot be given other arguments any more.';
+  end if;
+  if fresh.unique_scope = 'window' then
+    since := present - coalesce((wish ->> 'unique_window')::double precision * interval '1 second',
+                                known.unique_window, interval '1 day');
+  end if;
+
+  loop
+    -- Both rooms in one statement: a twin that is just finishing is seen in one of them. Others that look for this key
+    -- within a window wait for the lock that enqueue_many holds.
+    if since is not null then
+      select found.* into twin from (
+        select job.id, job.payload, job.queue, job.priority, job.max_attempts, job.tags
+          from shiftwork.jobs as job
+         where job.task = fresh.task and job.held_key = fresh.unique_key
+        union all
+        select gone.id, gone.payload, gone.queue, gone.priority, gone.max_attempts, gone.tags
+          from shiftwork.history as gone
+         where gone.task = fresh.task and gone.unique_key = fresh.unique_key and gone.created_at > since
+      ) as found order by found.id desc limit 1;
+      exit when found;
+    end if;
+
+    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at,
+                                tags, keep, unique_key, held_key, unique_scope)
+    values (fresh.task, fresh.payload, fresh.queue, fresh.priority, fresh.max_attempts, fresh.run_at, present, fresh.state,
+            fresh.expires_at, fresh.tags, fresh.keep, fresh.unique_key, fresh.unique_key, fresh.unique_scope)
+    on conflict (task, held_key) where held_key is not null do nothing
+    returning jobs.id into id;
+    if found then
+      outcome := 'created';
+      return;
+    end if;
+
+    if action in ('replace', 'merge') then
+      select job.id, job.payload into twin from shiftwork.jobs as job
+       where job.task = fresh.task and job.held_key = fresh.unique_key for update;   -- a claim may be taking it
+    else
+      select job.id, job.payload, job.queue, job.priority, job.max_attempts, job.tags into twin from shiftwork.jobs as job
+       where job.task = fresh.task and job.held_key = fresh.unique_key;
+    end if;
+    exit when found;
+  end loop;
+
+  id := twin.id;
+  case action
+    when 'return' then
+      outcome := 'existing';
+    when 'refuse' then
+      if (twin.payload, twin.queue, twin.priority, twin.max_attempts, twin.tags)
+         is distinct from (fresh.payload, fresh.queue, fresh.priority, fresh.max_attempts, fresh.tags) then
+        raise exception using errcode = 'SW002',
+          message = format('job %s of task "%s" has the unique key "%s" and is different', id, fresh.task, fresh.unique_key),
+          hint = 'The same key stands for the same job: enqueue with the arguments and options of the first, or with another key.';
+      end if;
+      outcome := 'existing';
+    else
+      if action = 'merge' then
+        fresh.payload := shiftwork.merge_payload(coalesce(wish -> 'merge', known.merge), twin.payload, fresh.payload,
+                                                 registered => wish -> 'merge' is null);
+        outcome := 'merged';
+      else
+        outcome := 'replaced';
+      end if;
+      perform shiftwork.check_payload(fresh.task, fresh.payload);
+      update shiftwork.jobs as job
+         set payload = fresh.payload, queue = fresh.queue, priority = fresh.priority, max_attempts = fresh.max_attempts,
+             run_at = fresh.run_at, state = fresh.state, expires_at = fresh.expires_at, tags = fresh.tags, keep = fresh.keep
+       where job.id = twin.id;
+      perform shiftwork.wake(array[fresh.queue]);
+  end case;
+end $$;
+
+-- One job. All but the task is optional; a job without a unique key costs no more than its INSERT.
+create or replace function shiftwork.enqueue(
+  task text, payload jsonb default '{}', queue text default null, priority int default null,
+  run_at timestamptz default null, expires_at timestamptz default null, max_attempts int default null,
+  unique_key text default null, delay interval default null, tags text[] default null, keep int default null,
+  unique_scope text default null, unique_action text default null, unique_window interval default null,
+  merge jsonb default null, out id bigint, out outcome text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+#variable_conflict use_variable
+declare
+  present timestamptz := shiftwork.clock();
+  known record;
+  due timestamptz := greatest(coalesce(run_at, present + delay), present);
+begin
+  if unique_key is not null then
+    select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
+      'task', task, 'payload', payload, 'queue', queue, 'priority', priority, 'run_at', due, 'expires_at', expires_at,
+      'max_attempts', max_attempts, 'unique_key', unique_key, 'tags', tags, 'keep', keep, 'unique_scope', unique_scope,
+      'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as made;
+    return;
+  end if;
+  if queue is null or priority is null or max_attempts is null then
+    select one.queue, one.priority, one.max_attempts into known from shiftwork.tasks as one where one.name = task;
+    queue := coalesce(queue, known.queue, 'default');
+    priority := coalesce(priority, known.priority, 0);
+    max_attempts := coalesce(max_attempts, known.max_attempts, 5);
+  end if;
+  insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
+  values (task, coalesce(payload, '{}'), queue, priority, max_attempts, due, present,
+          case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state,
+          expires_at, coalesce(tags, '{}'), keep)
+  returning jobs.id into id;
+  outcome := 'created';
+end $$;

@@ -1,0 +1,25 @@
+-- Jobs that nobody started in time are expired; so are dealt with those that a verb could not end where it found them: a signal
+-- for a job that nobody holds any more, and a job whose attempts cannot be counted further. Says how many ended.
+create or replace function shiftwork.expire(most int default 1000) returns int
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  present constant timestamptz := shiftwork.clock();
+  late bigint[];
+  unheld bigint[];
+begin
+  late := array(
+    select job.id from shiftwork.jobs as job
+     where job.expires_at is not null and job.state in ('ready', 'scheduled', 'blocked') and job.expires_at <= present
+     order by job.expires_at, job.id limit most for update skip locked);
+  if cardinality(late) > 0 then
+    perform shiftwork.finish(late, 'expired', shiftwork.failure('TASK_EXPIRED', 'nobody started it before its deadline'));
+  end if;
+  if exists (select from shiftwork.signals) then
+    delete from shiftwork.signals as signal where not exists (select from shiftwork.jobs as job where job.id = signal.job);
+    unheld := shiftwork.finish_signalled(array(
+      select job.id from shiftwork.signals as signal join shiftwork.jobs as job on job.id = signal.job
+       where job.state in ('ready', 'scheduled', 'blocked', 'waiting') order by job.id limit most for update of job skip locked));
+  end if;
+  return cardinality(late) + coalesce(cardinality(unheld), 0);
+end $$;

@@ -1,0 +1,51 @@
+-- A worker renews its lease and compares what it holds with what the database thinks.
+--
+-- request: {"worker": 17, "lease": 30, "held": [[id, attempt], …], "answered": 1234, "since": 1200}
+--
+-- `answered` is the last claim number that it had an answer to when it listed what it holds; `since` is how far back its
+-- rows are compared (0: all of them, as after a claim without an answer). Its rows with such a number that it does not
+-- hold are strays: an answer was lost on the wire. They are released, and nothing is counted against them.
+-- The answer: {"alive": true, "lost": [id, …], "cancel": [{"id", "reason"}, …], "strays": [id, …]}. A worker that is
+-- not alive was given up by the reaper: all it held is lost, and it has to register anew.
+create or replace function shiftwork.heartbeat(request jsonb) returns jsonb
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  present constant timestamptz := shiftwork.clock();
+  holder constant bigint := (request ->> 'worker')::bigint;
+  answered constant bigint := coalesce((request ->> 'answered')::bigint, 0);
+  since constant bigint := coalesce((request ->> 'since')::bigint, 0);
+  mine bigint[];
+  lost jsonb;
+  asked jsonb;
+  strays bigint[];
+begin
+  update shiftwork.workers as worker
+     set lease_until = present + shiftwork.lease_of(request), seen_at = present
+   where worker.id = holder and worker.gone_at is null;
+  if not found then
+    return jsonb_build_object('alive', false, 'cancel', '[]'::jsonb, 'strays', '[]'::jsonb, 'lost', (
+      select coalesce(jsonb_agg(hold.id), '[]') from shiftwork.holds(request -> 'held') as hold));
+  end if;
+
+  -- By primary key, never by worker: the index of what runs is full of dead entries.
+  select array_agg(hold.id), coalesce(jsonb_agg(hold.id) filter (where job.id is null), '[]') into mine, lost
+    from shiftwork.holds(request -> 'held') as hold
+    left join lateral (
+      select held.id from shiftwork.jobs as held
+       where held.id = hold.id and held.attempt = hold.attempt and held.worker = holder and held.state in ('running', 'waiting')
+      offset 0) as job on true;
+
+  select coalesce(jsonb_agg(jsonb_build_object('id', signal.job, 'reason', signal.reason)), '[]') into asked
+    from shiftwork.signals as signal where signal.job = any(mine);
+
+  if answered > since then
+    strays := array(
+      select job.id from shiftwork.jobs as job
+       where job.state = 'running' and job.worker = holder and job.claim > since and job.claim <= answered
+         and job.id <> all(coalesce(mine, '{}'))
+       order by job.id for update skip locked);
+    perform shiftwork.give_back(strays);
+  end if;
+  return jsonb_build_object('alive', true, 'lost', lost, 'cancel', asked, 'strays', to_jsonb(coalesce(strays, '{}')));
+end $$;

@@ -1,0 +1,25 @@
+-- Jobs whose time has come may be claimed: part of every fill, by any worker. `after` is a cursor of the caller's: it has
+-- seen everything due before that (epoch microseconds). Says how many, how far it looked, and the earliest of them.
+create or replace function shiftwork.promote(
+  most int default 1000, after bigint default 0, out promoted int, out reached bigint, out earliest timestamptz)
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  present timestamptz := shiftwork.clock();
+  since timestamptz := timestamptz 'epoch' + after * interval '1 microsecond';
+  ids bigint[];
+  times timestamptz[];
+begin
+  select array_agg(due.id), array_agg(due.run_at) into ids, times from (
+    select job.id, job.run_at from shiftwork.jobs as job
+     where job.state = 'scheduled' and job.run_at >= since and job.run_at <= present
+     order by job.run_at, job.id limit most for update skip locked
+  ) as due;
+  promoted := coalesce(cardinality(ids), 0);
+  reached := after;
+  if promoted > 0 then
+    update shiftwork.jobs as job set state = 'ready' where job.id = any(ids);
+    earliest := times[1];
+    reached := extract(epoch from times[promoted]) * 1000000;
+  end if;
+end $$;

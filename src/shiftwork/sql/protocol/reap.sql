@@ -1,0 +1,102 @@
+-- Reap: jobs whose worker's lease has lapsed run again, or end as failed where they have lost their workers too often.
+--
+-- A job whose code had not begun loses nothing. One that had begun counts a reset; `max_resets` of its task (2 unless registered)
+-- bounds them. The worker's row is locked and its lease read again under that lock, so a heartbeat and the reaper cannot both win.
+-- `reaper` never reaps itself. `thorough` also looks for jobs whose worker has no row at all, or one that was given up.
+create or replace function shiftwork.reap(reaper bigint default 0, most int default 1000, thorough boolean default false)
+returns table (id bigint, attempt int, worker bigint, answer text)
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+#variable_conflict use_column
+declare
+  present constant timestamptz := shiftwork.clock();
+  lapsed bigint[];
+  ids bigint[];
+begin
+  lapsed := array(
+    select one.id from shiftwork.workers as one
+     where one.gone_at is null and one.lease_until <= present and one.id <> reaper
+     order by one.id for update skip locked);
+  if thorough then
+    lapsed := lapsed || array(
+      with recursive holding as (
+        (select job.worker from shiftwork.jobs as job where job.state = 'running' order by job.worker limit 1)
+        union all
+        select (select job.worker from shiftwork.jobs as job
+                 where job.state = 'running' and job.worker > holding.worker order by job.worker limit 1)
+          from holding where holding.worker is not null
+      )
+      select holding.worker from holding
+       where holding.worker is not null and holding.worker <> reaper
+         and not exists (select from shiftwork.workers as one where one.id = holding.worker and one.gone_at is null));
+  end if;
+  if cardinality(lapsed) = 0 then
+    return;
+  end if;
+
+  ids := array(
+    select job.id from shiftwork.jobs as job
+     where job.state = 'running' and job.worker = any(lapsed)
+     order by job.id limit most for update skip locked);
+  if cardinality(ids) > 0 then
+    return query select * from shiftwork.take_back(ids);
+  end if;
+
+  -- Given up for good once nothing of theirs is left, locked rows included.
+  update shiftwork.workers as one set gone_at = present
+   where one.id = any(lapsed) and one.gone_at is null
+     and not exists (select from shiftwork.jobs as job where job.state = 'running' and job.worker = one.id);
+end $$;
+
+-- Jobs, locked by the caller, whose worker was lost.
+create or replace function shiftwork.take_back(ids bigint[])
+returns table (id bigint, attempt int, worker bigint, answer text) language plpgsql as $$
+#variable_conflict use_column
+declare
+  present constant timestamptz := shiftwork.clock();
+  ended bigint[];
+  lost record;
+  failing boolean;
+begin
+  for lost in
+    select job.id, job.attempt, job.worker, job.queue, job.started_at, job.claimed_at, job.resets,
+           coalesce(known.max_resets, 2) as max_resets, coalesce(known.on_lost, 'requeue') as on_lost, signal.reason,
+           signal.job is not null as asked
+      from shiftwork.jobs as job
+      left join shiftwork.tasks as known on known.name = job.task
+      left join shiftwork.signals as signal on signal.job = job.id
+     where job.id = any(ids) order by job.id
+  loop
+    id := lost.id;
+    attempt := lost.attempt;
+    worker := lost.worker;
+    failing := not lost.asked and lost.started_at is not null and (lost.on_lost = 'fail' or lost.resets >= lost.max_resets);
+    if lost.started_at is not null then
+      insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
+      values (lost.id, lost.attempt, 'lost', not failing and not lost.asked, 'WORKER_CRASHED',
+              shiftwork.failure('WORKER_CRASHED', 'its worker stopped renewing its lease'), lost.worker, lost.claimed_at,
+              lost.started_at, present)
+      on conflict do nothing;
+    end if;
+    if failing or not lost.asked then
+      update shiftwork.jobs as job
+         set resets = least(job.resets + (lost.started_at is not null)::int, 1000000000),
+             state = case when failing then job.state else 'ready' end,
+             worker = case when failing then job.worker end, claim = case when failing then job.claim end,
+             claimed_at = case when failing then job.claimed_at end, started_at = case when failing then job.started_at end
+       where job.id = lost.id;
+    end if;
+    if lost.asked then
+      perform shiftwork.finish_signalled(array[lost.id]);
+      answer := 'cancelled';
+    elsif failing then
+      perform shiftwork.finish(array[lost.id], 'failed', shiftwork.failure('WORKER_CRASHED',
+        format('its worker was lost %s times while it ran, and it may be %s', lost.resets + 1, lost.max_resets + 1)));
+      answer := 'failed';
+    else
+      answer := 'ready';
+    end if;
+    return next;
+  end loop;
+  perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(ids)));
+end $$;

@@ -1,0 +1,59 @@
+-- Give jobs back: never started, or their worker is leaving. Nothing is counted against them, and they keep their place.
+-- request: {"worker": 17, "held": [[id, attempt], …]}. Answers for each: released, cancelled, lost or busy.
+create or replace function shiftwork.release(request jsonb) returns table (id bigint, answer text)
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+#variable_conflict use_column
+declare
+  mine bigint[];
+  ended bigint[];
+begin
+  mine := shiftwork.lock_held(request);
+  ended := shiftwork.give_back(mine);
+  return query
+  select hold.id, case
+           when hold.id = any(ended) then 'cancelled'
+           when hold.id = any(mine) then 'released'
+           else shiftwork.unheld_answer(request, hold.id, hold.attempt) end
+    from shiftwork.holds(request -> 'held') as hold;
+end $$;
+
+-- Those of the jobs that a worker says it holds which it does hold, now locked, in the order of their ids.
+create or replace function shiftwork.lock_held(request jsonb) returns bigint[]
+language plpgsql set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  holder constant bigint := (request ->> 'worker')::bigint;
+begin
+  return array(
+    select job.id
+      from (select hold.id, hold.attempt from shiftwork.holds(request -> 'held') as hold order by hold.id) as hold
+      join shiftwork.jobs as job on job.id = hold.id
+     where job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true
+     order by job.id for update of job skip locked);
+end $$;
+
+-- Why a job could not be locked: somebody else has locked the row that this worker holds, or it holds it no longer.
+create or replace function shiftwork.unheld_answer(request jsonb, job bigint, attempt int) returns text
+language sql stable as $$
+  select case when exists (
+    select from shiftwork.jobs as held
+     where held.id = unheld_answer.job and held.attempt = unheld_answer.attempt
+       and held.worker = (request ->> 'worker')::bigint and held.claimed_at is not null) then 'busy' else 'lost' end
+$$;
+
+-- Back to ready, or to cancelled where that was asked for; the caller has locked the jobs. Says which were cancelled.
+create or replace function shiftwork.give_back(ids bigint[]) returns bigint[] language plpgsql as $$
+declare
+  ended bigint[];
+begin
+  if cardinality(ids) = 0 then
+    return '{}';
+  end if;
+  ended := shiftwork.finish_signalled(ids);
+  update shiftwork.jobs as job
+     set state = 'ready', worker = null, claim = null, claimed_at = null, started_at = null
+   where job.id = any(ids);
+  perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(ids)));
+  return ended;
+end $$;

@@ -1,0 +1,71 @@
+-- Waking. NOTIFY takes one lock for the whole server at commit, so nobody notifies unless somebody sleeps, and never into
+-- a notification queue that is more than half full: it is a hint, and must not fail a commit.
+
+-- Is the time in this sequence still to come?
+create or replace function shiftwork.is_declared(until regclass) returns boolean language sql volatile
+as $$ select coalesce(pg_sequence_last_value(until), 0) > extract(epoch from shiftwork.clock()) * 1000 $$;
+
+-- Raise the time in a sequence; never lower it.
+create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
+language plpgsql as $$
+declare
+  until bigint := (extract(epoch from shiftwork.clock()) + least(greatest(seconds, 0), 86400)) * 1000;
+begin
+  perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0));
+  if coalesce(pg_sequence_last_value(sequence), 0) < until then
+    perform setval(sequence, until);
+  end if;
+end $$;
+
+-- Tell whoever sleeps that a queue has work; an empty name means any queue.
+create or replace function shiftwork.wake(queues text[]) returns void
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  if shiftwork.is_declared('shiftwork.asleep_until') and pg_notification_queue_usage() < 0.5 then
+    if cardinality(queues) > 8 then
+      queues := array[''];
+    end if;
+    perform pg_notify('shiftwork_wake', name) from unnest(queues) as name;
+  end if;
+end $$;
+
+-- Tell whoever waits for results that these jobs are finished.
+create or replace function shiftwork.announce(ids bigint[]) returns void
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  if shiftwork.is_declared('shiftwork.awaited_until') and pg_notification_queue_usage() < 0.5 then
+    perform pg_notify('shiftwork_done', id::text) from unnest(ids) as id;
+  end if;
+end $$;
+
+-- A worker goes to sleep: inserts notify from now on. What was being inserted before is listed, so that it can be waited for.
+create or replace function shiftwork.sleep(seconds double precision) returns table (virtual_transaction text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  perform shiftwork.declare_until('shiftwork.asleep_until', seconds);
+  return query
+  select distinct held.virtualtransaction
+    from pg_catalog.pg_locks as held
+   where held.relation = 'shiftwork.jobs'::regclass and held.mode = 'RowExclusiveLock'
+     and held.database = (select oid from pg_catalog.pg_database where datname = current_database())
+     and held.pid <> pg_backend_pid();
+end $$;
+
+-- Somebody waits for results: jobs that finish from now on are announced.
+create or replace function shiftwork.await_results(seconds double precision) returns void
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  perform shiftwork.declare_until('shiftwork.awaited_until', seconds);
+end $$;
+
+create or replace function shiftwork.wake_on_insert() returns trigger
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array(select distinct fresh.queue from fresh limit 9));
+  end if;
+  return null;
+end $$;
+
+create or replace trigger wake_on_insert after insert on shiftwork.jobs
+  referencing new table as fresh for each statement execute function shiftwork.wake_on_insert();

@@ -1,0 +1,84 @@
+-- Roles, for those who want more than one: an owner that nobody can log in as, and four kinds of users to be granted
+-- to logins. Run again after every migration: `create or replace` keeps grants, a new function has none.
+
+do $$
+declare
+  role text;
+begin
+  foreach role in array array['owner', 'producer', 'worker', 'operator', 'viewer'] loop
+    begin
+      execute format('create role %I nologin', 'shiftwork_' || role);
+    exception when duplicate_object then
+      null;
+    end;
+  end loop;
+end $$;
+
+-- Everything belongs to the owner, so that what runs with its rights (security definer) has no more than those.
+grant shiftwork_owner to current_user;
+alter schema shiftwork owner to shiftwork_owner;
+do $$
+declare
+  one record;
+begin
+  for one in
+    select relation.relkind, relation.relname from pg_class as relation
+     where relation.relnamespace = 'shiftwork'::regnamespace and relation.relkind in ('r', 'p', 'v', 'S')
+       and not exists (select from pg_depend as owned where owned.objid = relation.oid and owned.deptype in ('a', 'i'))
+  loop
+    execute format('alter %s shiftwork.%I owner to shiftwork_owner',
+                   case one.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end, one.relname);
+  end loop;
+  for one in select routine.oid::regprocedure as signature from pg_proc as routine
+              where routine.pronamespace = 'shiftwork'::regnamespace loop
+    execute format('alter function %s owner to shiftwork_owner', one.signature);
+  end loop;
+  for one in select type.typname from pg_type as type
+              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype = 'e' loop
+    execute format('alter type shiftwork.%I owner to shiftwork_owner', one.typname);
+  end loop;
+end $$;
+
+revoke all on schema shiftwork from public;
+revoke all on all tables in schema shiftwork from public, shiftwork_producer, shiftwork_worker, shiftwork_operator, shiftwork_viewer;
+revoke all on all sequences in schema shiftwork from public, shiftwork_producer, shiftwork_worker, shiftwork_operator, shiftwork_viewer;
+revoke all on all routines in schema shiftwork from public, shiftwork_producer, shiftwork_worker, shiftwork_operator, shiftwork_viewer;
+grant usage on schema shiftwork to shiftwork_producer, shiftwork_worker, shiftwork_operator, shiftwork_viewer;
+
+-- A producer enqueues, and sees nothing.
+grant execute on function
+  shiftwork.enqueue(text, jsonb, text, int, timestamptz, timestamptz, int, text, interval, text[], int, text, text, interval, jsonb),
+  shiftwork.enqueue_many(jsonb), shiftwork.clock()
+  to shiftwork_producer, shiftwork_worker, shiftwork_operator;
+grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
+
+-- A viewer reads, and changes nothing.
+grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
+grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork.await_results(double precision)
+  to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
+
+-- A worker moves jobs; it makes no tables, and steers nothing.
+grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.attempts, shiftwork.signals, shiftwork.progress, shiftwork.logs
+  to shiftwork_worker, shiftwork_operator;
+grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
+grant usage, select, update on sequence shiftwork.claims to shiftwork_worker, shiftwork_operator;
+grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
+grant execute on function
+  shiftwork.promote(int, bigint), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
+  shiftwork.settle_together(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
+  shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.register_worker(jsonb),
+  shiftwork.leave(bigint), shiftwork.lease_of(jsonb), shiftwork.holds(jsonb), shiftwork.reap(bigint, int, boolean), shiftwork.take_back(bigint[]),
+  shiftwork.expire(int), shiftwork.fence(bigint, int), shiftwork.finish(bigint[], shiftwork.job_state, jsonb),
+  shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, timestamptz),
+  shiftwork.days_kept(int, shiftwork.job_state, shiftwork.queues, shiftwork.queues), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
+  shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int)
+  to shiftwork_worker, shiftwork_operator;
+
+-- An operator steers: what a worker may, and cancelling, reviving, pausing, retention and the registry.
+grant insert, update, delete on shiftwork.tasks, shiftwork.queues, shiftwork.pauses, shiftwork.settings, shiftwork.schedules, shiftwork.edges
+  to shiftwork_operator;
+grant execute on function
+  shiftwork.cancel(bigint[], text, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
+  shiftwork.pause(text, text, interval, text, text), shiftwork.resume(text, text, text),
+  shiftwork.retain(text, int, int, int, int, text), shiftwork.note(text, text, jsonb, jsonb, jsonb)
+  to shiftwork_operator;
