@@ -1,0 +1,121 @@
+"""One PostgreSQL for the whole run, a database for each test.
+
+Without DATABASE_URL the run starts an embedded server of its own, with fsync off, that ends with it. With it, that server
+is used, and only databases that the run made itself are touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from shiftwork import embedded
+from shiftwork.migrate import migrate
+from tests.harness import Protocol
+
+SERVER = "SHIFTWORK_TEST_SERVER"
+_started: list[tuple[embedded.Server, Path]] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server once, before the processes that run the tests; they find it in their environment."""
+    if hasattr(config, "workerinput") or config.option.collectonly or SERVER in os.environ:
+        return
+    if url := os.environ.get("DATABASE_URL"):
+        os.environ[SERVER] = url
+        return
+    folder = Path(tempfile.mkdtemp(prefix="shiftwork-test-"))
+    folder.chmod(0o755)
+    server = embedded.start(
+        folder / "data",
+        fsync=False,
+        options={"max_connections": "300", "shared_buffers": "256MB", "max_wal_size": "2GB", "autovacuum": "off"},
+    )
+    _started.append((server, folder))
+    os.environ[SERVER] = server.url
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop what was started."""
+    for server, folder in _started:
+        os.environ.pop(SERVER, None)
+        server.close()
+        embedded.stop(folder / "data")
+        shutil.rmtree(folder, ignore_errors=True)
+    _started.clear()
+
+
+@pytest.fixture(scope="session")
+def server() -> str:
+    """A connection string of the server, for a user who may create databases."""
+    return os.environ[SERVER]
+
+
+@pytest.fixture(scope="session")
+def template(server: str) -> Iterator[str]:
+    """A database with the protocol installed, to be copied."""
+    name = f"shiftwork_template_{uuid4().hex[:12]}"
+    with psycopg.connect(server, autocommit=True) as admin:
+        admin.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+        with psycopg.connect(make_conninfo(server, dbname=name), autocommit=True) as connection:
+            migrate(connection)
+        yield name
+        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def dsn(server: str, template: str) -> Iterator[str]:
+    """A database of the test's own, with the protocol installed."""
+    with copied(server, template) as conninfo:
+        yield conninfo
+
+
+@pytest.fixture
+def empty_dsn(server: str) -> Iterator[str]:
+    """A database of the test's own, with nothing in it."""
+    with copied(server, "template0") as conninfo:
+        yield conninfo
+
+
+@pytest.fixture
+def connection(dsn: str) -> Iterator[psycopg.Connection[dict[str, Any]]]:
+    """A connection to it, in autocommit."""
+    with psycopg.connect(dsn, autocommit=True, row_factory=psycopg.rows.dict_row) as connection:
+        yield connection
+
+
+@pytest.fixture
+def protocol(connection: psycopg.Connection[dict[str, Any]]) -> Protocol:
+    """The verbs, as a worker or a person calls them."""
+    return Protocol(connection)
+
+
+class copied:  # noqa: N801
+    """A copy of a database for as long as it is needed; gives its connection string."""
+
+    def __init__(self, server: str, template: str) -> None:
+        self.server, self.template = server, template
+        self.name = f"shiftwork_test_{uuid4().hex[:12]}"
+
+    def __enter__(self) -> str:
+        with psycopg.connect(self.server, autocommit=True) as admin:
+            admin.execute(
+                sql.SQL("create database {} template {} strategy file_copy").format(
+                    sql.Identifier(self.name), sql.Identifier(self.template)
+                )
+            )
+        return make_conninfo(self.server, dbname=self.name)
+
+    def __exit__(self, *_: object) -> None:
+        with psycopg.connect(self.server, autocommit=True) as admin:
+            admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(self.name)))
