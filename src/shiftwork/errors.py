@@ -1,6 +1,16 @@
-"""Every error that shiftwork raises itself; each says what happened, to which job, and what to do next."""
+"""Every error that shiftwork raises itself; each says what happened, to which job, and what to do next.
+
+Two families. `ShiftworkError` is what a caller may get from us. `Verdict` is the other way round: what a
+handler raises to tell us what should become of its job.
+"""
+
+# ruff: noqa: N818  -- these names are said aloud: "raise Poison", "except JobFailed"
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 
 class ShiftworkError(Exception):
@@ -13,3 +23,137 @@ class ConfigurationError(ShiftworkError):
 
 class EmbeddedError(ShiftworkError):
     """The embedded PostgreSQL cannot be started, found or used."""
+
+
+# What is wrong with the call.
+
+
+class InvalidArgument(ShiftworkError, ValueError):
+    """An argument or option that cannot be enqueued, or a stored one that its task cannot take."""
+
+    def __init__(self, message: str, *, task: str | None = None, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.task = task
+        self.argument = argument
+
+
+class PayloadTooLarge(InvalidArgument):
+    """The arguments of one job are too large; store them elsewhere and send a reference."""
+
+
+class UnknownTask(ShiftworkError, LookupError):
+    """No task of that name is declared on this app."""
+
+
+class UnknownJob(ShiftworkError, LookupError):
+    """No job has that id: it never existed, or its history has been pruned."""
+
+
+class DuplicateDiffers(ShiftworkError):
+    """A job with this unique key exists already and is not the same (`action="refuse"`)."""
+
+
+class FenceLost(ShiftworkError):
+    """This attempt no longer holds its job; whatever it was about to commit must not be committed."""
+
+
+# What is wrong with the database.
+
+
+class DatabaseError(ShiftworkError):
+    """The database refused or failed a statement of ours."""
+
+    def __init__(self, message: str, *, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+class NotInstalled(DatabaseError, ConfigurationError):
+    """The schema is not in this database yet: run `shiftwork migrate`."""
+
+
+class SchemaTooOld(NotInstalled):
+    """The schema is there but older than this program needs: run `shiftwork migrate`."""
+
+
+class SchemaTooNew(DatabaseError, ConfigurationError):
+    """The schema was installed by a newer shiftwork; only that one may change it."""
+
+
+class NotAllowed(DatabaseError):
+    """The database role may not do this; `shiftwork migrate --roles` makes roles that may."""
+
+
+class DatabaseUnavailable(DatabaseError):
+    """The database cannot be reached, or was lost on the way; trying again later may help.
+
+    `maybe_committed` tells whether the work may have been done all the same. If it is true, only a unique key
+    (`using(unique=…)`) makes it safe to send again.
+    """
+
+    def __init__(self, message: str, *, maybe_committed: bool, sqlstate: str | None = None) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.maybe_committed = maybe_committed
+
+
+# What became of a job whose result was asked for.
+
+
+class JobEnded(ShiftworkError):
+    """The job ended without a result."""
+
+    def __init__(self, message: str, *, job: int, error: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.job = job
+        self.error = error
+
+
+class JobFailed(JobEnded):
+    """The job failed for good; `error` holds the code, type and message of its last attempt."""
+
+
+class JobCancelled(JobEnded):
+    """The job was cancelled."""
+
+
+class JobExpired(JobEnded):
+    """Nobody started the job before its deadline."""
+
+
+class ResultTimeout(ShiftworkError, TimeoutError):
+    """The job had not ended when the time to wait for it was over; it may still end."""
+
+
+# What a handler raises.
+
+
+class Verdict(Exception):
+    """What a handler raises to say what becomes of its job."""
+
+
+class Poison(Verdict):
+    """Raise this when no further attempt can help: the job fails at once."""
+
+
+class RetryLater(Verdict):
+    """Raise this to be tried again after `delay`; it counts as a failure, as any error does."""
+
+    __match_args__ = ("delay",)
+
+    def __init__(self, delay: timedelta, message: str = "") -> None:
+        super().__init__(message or f"asked to be tried again in {delay}")
+        self.delay = delay
+
+
+class Snooze(Verdict):
+    """Raise this to be run again after `delay`; nothing is counted against the job."""
+
+    __match_args__ = ("delay",)
+
+    def __init__(self, delay: timedelta, message: str = "") -> None:
+        super().__init__(message or f"asked to be run again in {delay}")
+        self.delay = delay
+
+
+class Cancel(Verdict):
+    """Raise this to end the job as cancelled."""

@@ -1,0 +1,353 @@
+"""What a program knows of its background work: the tasks, and where the database is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
+
+from shiftwork import operations
+from shiftwork.client import Client, Handle
+from shiftwork.database import connect
+from shiftwork.errors import ConfigurationError, UnknownTask
+from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
+from shiftwork.retry import Retry
+from shiftwork.settings import UNLIMITED, Settings, mask
+from shiftwork.task import AsyncTask, PlainTask, Surroundings, Task
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Answers = dict[int, str]
+
+log = logging.getLogger("shiftwork")
+
+
+class Declare(Protocol):
+    """What `@app.task(…)` is: it turns a function into a task."""
+
+    @overload
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> PlainTask[P, R]: ...
+
+
+class App(Surroundings):
+    """Your tasks and the database they are enqueued in.
+
+    app = shiftwork.App()  # DATABASE_URL, or the embedded Postgres
+
+    @app.task(queue="mail")
+    async def send_email(to: str, subject: str) -> str: ...
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        schema: str | None = None,
+        listen_dsn: str | None = None,
+        max_connections: int | None = None,
+        max_payload: int | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        if settings is None:
+            settings = Settings.read(
+                dsn=dsn,
+                schema=schema,
+                listen_dsn=listen_dsn,
+                max_connections=max_connections,
+                max_payload=max_payload,
+            )
+        self.settings = settings
+        self._tasks: dict[str, Task[Any, Any]] = {}
+        self._client: Client | None = None
+        self._server: Any = None
+        self._opening = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<App with {len(self._tasks)} tasks in schema {self.settings.schema}>"
+
+    @property
+    def tasks(self) -> Mapping[str, Task[Any, Any]]:
+        """The tasks by name."""
+        return MappingProxyType(self._tasks)
+
+    @overload
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
+    @overload
+    def task(self, function: Callable[P, R], /) -> PlainTask[P, R]: ...
+    @overload
+    def task(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        expires_in: timedelta | None = None,
+        scope: Scope | None = None,
+        action: Action | None = None,
+        window: timedelta | None = None,
+        merge: str | Mapping[str, str] | None = None,
+        tags: Sequence[str] | None = None,
+        keep: timedelta | int | None = None,
+    ) -> Declare: ...
+    def task(
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        name: str | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        expires_in: timedelta | None = None,
+        scope: Scope | None = None,
+        action: Action | None = None,
+        window: timedelta | None = None,
+        merge: str | Mapping[str, str] | None = None,
+        tags: Sequence[str] | None = None,
+        keep: timedelta | int | None = None,
+    ) -> Any:
+        """Declare a function as a task; it is known by `name`, or else by the name of the function."""
+        attempts = None if retry is None else retry.max_attempts or UNLIMITED
+        options = sending(
+            queue=queue,
+            priority=priority,
+            max_attempts=attempts,
+            expires_in=expires_in,
+            scope=scope,
+            action=action,
+            window=window,
+            merge=merge,
+            tags=tags,
+            keep=keep,
+        )
+
+        def declare(function: Callable[..., Any]) -> Task[Any, Any]:
+            called = check_name("the name of a task", name or str(getattr(function, "__name__", "")))
+            if called in self._tasks:
+                raise ConfigurationError(
+                    f"there is a task {called!r} already ({self._tasks[called].function.__module__}); "
+                    "give one of them another name: @app.task(name=…)"
+                )
+            kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
+            task: Task[Any, Any] = kind(
+                self, function, name=called, retry=retry, timeout=timeout, options=options
+            )
+            _check_merge_arguments(task, merge)
+            self._tasks[called] = task
+            return task
+
+        return declare if function is None else declare(function)
+
+    def enqueue_many(
+        self, jobs: Iterable[NewJob[R]], *, connection: object = None, atomic: bool = True
+    ) -> list[Handle[R]]:
+        """Enqueue any number of jobs, sent in chunks as they are read.
+
+        All or none of them: it is one transaction, or yours if you lend a connection. With `atomic=False`
+        each chunk commits by itself.
+        """
+        client, names = self.client, list[str]()
+        plan = operations.enqueue(client.store, _noting(jobs, names))
+        sent = client.perform(plan, connection, atomic=atomic)
+        return [self._handle(name, it.id, it.outcome) for name, it in zip(names, sent, strict=True)]
+
+    async def aenqueue_many(
+        self, jobs: Iterable[NewJob[R]], *, connection: object = None, atomic: bool = True
+    ) -> list[Handle[R]]:
+        """Enqueue any number of jobs, sent in chunks as they are read; see `enqueue_many`."""
+        client, names = self.client, list[str]()
+        plan = operations.enqueue(client.store, _noting(jobs, names))
+        sent = await client.aperform(plan, connection, atomic=atomic)
+        return [self._handle(name, it.id, it.outcome) for name, it in zip(names, sent, strict=True)]
+
+    def job(self, id: int) -> Handle[Any]:  # noqa: A002
+        """A handle on a job of which the id is known."""
+        return Handle(self.client, id, _as_stored)
+
+    def jobs(
+        self,
+        *,
+        task: str | None = None,
+        queue: str | None = None,
+        state: State | Collection[State] | None = None,
+        before: int | None = None,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> list[Job]:
+        """Jobs that match, newest first; `before` an id, to go on where an earlier page ended."""
+        return self.client.perform(
+            operations.list_jobs(
+                self.client.store,
+                task=task,
+                queue=queue,
+                states=_states(state),
+                before=before,
+                limit=limit,
+                offset=offset,
+            )
+        )
+
+    async def ajobs(
+        self,
+        *,
+        task: str | None = None,
+        queue: str | None = None,
+        state: State | Collection[State] | None = None,
+        before: int | None = None,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> list[Job]:
+        """Jobs that match, newest first; `before` an id, to go on where an earlier page ended."""
+        return await self.client.aperform(
+            operations.list_jobs(
+                self.client.store,
+                task=task,
+                queue=queue,
+                states=_states(state),
+                before=before,
+                limit=limit,
+                offset=offset,
+            )
+        )
+
+    def counts(self, *, task: str | None = None, queue: str | None = None) -> dict[State, int]:
+        """How many jobs there are in each state."""
+        return self.client.perform(operations.count_jobs(self.client.store, task=task, queue=queue))
+
+    async def acounts(self, *, task: str | None = None, queue: str | None = None) -> dict[State, int]:
+        """How many jobs there are in each state."""
+        return await self.client.aperform(operations.count_jobs(self.client.store, task=task, queue=queue))
+
+    def cancel(self, ids: Sequence[int], reason: str | None = None, *, connection: object = None) -> Answers:
+        """Cancel jobs; each is cancelled, signalled (it runs), finished, unknown or busy."""
+        return self.client.perform(operations.cancel(self.client.store, ids, reason), connection)
+
+    async def acancel(
+        self, ids: Sequence[int], reason: str | None = None, *, connection: object = None
+    ) -> Answers:
+        """Cancel jobs; each is cancelled, signalled (it runs), finished, unknown or busy."""
+        return await self.client.aperform(operations.cancel(self.client.store, ids, reason), connection)
+
+    def revive(self, ids: Sequence[int], *, connection: object = None) -> Answers:
+        """Give finished jobs another life; each is revived, live, unknown or busy."""
+        return self.client.perform(operations.revive(self.client.store, ids), connection)
+
+    async def arevive(self, ids: Sequence[int], *, connection: object = None) -> Answers:
+        """Give finished jobs another life; each is revived, live, unknown or busy."""
+        return await self.client.aperform(operations.revive(self.client.store, ids), connection)
+
+    def run_now(self, ids: Sequence[int], *, connection: object = None) -> Answers:
+        """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy."""
+        return self.client.perform(operations.run_now(self.client.store, ids), connection)
+
+    async def arun_now(self, ids: Sequence[int], *, connection: object = None) -> Answers:
+        """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy."""
+        return await self.client.aperform(operations.run_now(self.client.store, ids), connection)
+
+    def find(self, name: str) -> Task[Any, Any]:
+        """The task of that name."""
+        try:
+            return self._tasks[name]
+        except KeyError:
+            known = ", ".join(sorted(self._tasks)) or "none"
+            raise UnknownTask(f"no task is called {name!r}; declared are: {known}") from None
+
+    def migrate(self) -> None:
+        """Install the schema, or bring it up to date."""
+        from shiftwork.migrate import migrate  # noqa: PLC0415  -- only whoever migrates needs the files
+
+        _ = self.client  # with no dsn, this starts the embedded server
+        with connect(self.settings) as connection:
+            migrate(connection, self.settings.schema)
+
+    @property
+    def client(self) -> Client:
+        """The way to the database, opened when first needed."""
+        if self._client is None:
+            with self._opening:
+                if self._client is None:
+                    self._client = self._open()
+        return self._client
+
+    def _open(self) -> Client:
+        if self.settings.dsn is not None:
+            log.info("using the database at %s, schema %s", mask(self.settings.dsn), self.settings.schema)
+            return Client(self.settings)
+        from shiftwork.embedded import start  # noqa: PLC0415  -- and with it what starts servers
+        from shiftwork.migrate import migrate  # noqa: PLC0415
+
+        self._server = start()
+        self.settings = dataclasses.replace(self.settings, dsn=self._server.url)
+        log.info("using the embedded PostgreSQL, data in %s", self._server.data)
+        with connect(self.settings) as connection:  # nobody else looks after this database
+            migrate(connection, self.settings.schema)
+        return Client(self.settings)
+
+    def close(self) -> None:
+        """Close idle connections, and let go of the embedded server; the app can be used again."""
+        if self._client is not None:
+            self._client.close()
+        self._let_go()
+
+    async def aclose(self) -> None:
+        """Close idle connections, and let go of the embedded server; the app can be used again."""
+        if self._client is not None:
+            await self._client.aclose()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._client = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self.settings = dataclasses.replace(self.settings, dsn=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _handle(self, name: str, id: int, outcome: Answer) -> Handle[Any]:  # noqa: A002
+        task = self._tasks.get(name)
+        return Handle(self.client, id, task.signature.read_result if task else _as_stored, outcome)
+
+
+def _as_stored(result: object) -> object:
+    return result
+
+
+def _noting(jobs: Iterable[NewJob[R]], names: list[str]) -> Iterator[NewJob[R]]:
+    for job in jobs:
+        names.append(job.task)
+        yield job
+
+
+def _states(state: State | Collection[State] | None) -> Collection[State] | None:
+    return [state] if isinstance(state, State) else state
+
+
+def _check_merge_arguments(task: Task[Any, Any], merge: str | Mapping[str, str] | None) -> None:
+    if merge is None or isinstance(merge, str):
+        return
+    for argument in merge:
+        if not task.signature.takes(argument):
+            raise ConfigurationError(f"task {task.name!r} has no argument {argument!r} to merge")

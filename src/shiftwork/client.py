@@ -1,0 +1,180 @@
+"""The front for everything that is asked of the database: plans go in, answers come out, in both worlds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from shiftwork import operations
+from shiftwork.database import (
+    APool,
+    Plan,
+    Pool,
+    Rows,
+    Statement,
+    acommitting,
+    aconnect,
+    aexecuting,
+    alend,
+    arun,
+    committing,
+    connect,
+    executing,
+    lend,
+    run,
+)
+from shiftwork.errors import JobCancelled, JobEnded, JobExpired, JobFailed
+from shiftwork.job import Answer, Job, State
+from shiftwork.notifications import AEar, Ear
+from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Client:
+    """Carries out plans on connections of its own or on one that is lent."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = Protocol(settings.schema)
+        self._pool = Pool(settings)
+        self._apool = APool(settings)
+        listen_dsn, channel = settings.listen_dsn, settings.done_channel
+        self._ear = Ear(lambda: connect(settings, listen_dsn), channel)
+        self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
+
+    def perform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
+        """Carry out a plan; `atomic` makes its statements one transaction if the connection is ours."""
+        schema = self.settings.schema
+        if connection is not None:
+            return run(plan, lend(connection, schema))
+        if not atomic:
+            return run(plan, self._execute)
+        with self._pool.connection() as own, committing(own, schema):
+            return run(plan, executing(own, schema, lent=False))
+
+    async def aperform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
+        """Carry out a plan; `atomic` makes its statements one transaction if the connection is ours."""
+        schema = self.settings.schema
+        if connection is not None:
+            return await arun(plan, alend(connection, schema))
+        if not atomic:
+            return await arun(plan, self._aexecute)
+        async with self._apool.connection() as own, acommitting(own, schema):
+            return await arun(plan, aexecuting(own, schema, lent=False))
+
+    def await_end(self, job: int, timeout: float | timedelta) -> Job:
+        """The job once it has ended."""
+        with self._ear.waiting_for(str(job)) as wait:
+            return run(self._end(job, timeout), self._execute, lambda step: wait(step.seconds))
+
+    async def aawait_end(self, job: int, timeout: float | timedelta) -> Job:  # noqa: ASYNC109
+        """The job once it has ended."""
+        settings, loop = self.settings, asyncio.get_running_loop()
+        if loop not in self._aears:
+            self._aears[loop] = AEar(lambda: aconnect(settings, settings.listen_dsn), settings.done_channel)
+        async with self._aears[loop].waiting_for(str(job)) as wait:
+            return await arun(self._end(job, timeout), self._aexecute, lambda step: wait(step.seconds))
+
+    def close(self) -> None:
+        """Close the connections that blocking calls left idle."""
+        self._pool.close()
+
+    async def aclose(self) -> None:
+        """Close all idle connections."""
+        self._pool.close()
+        await self._apool.close()
+
+    def _end(self, job: int, timeout: float | timedelta) -> Plan[Job]:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        return operations.await_end(self.store, job, seconds, self.settings.result_poll.total_seconds())
+
+    def _execute(self, statement: Statement) -> Rows:
+        with self._pool.connection() as own:
+            return executing(own, self.settings.schema, lent=False)(statement)
+
+    async def _aexecute(self, statement: Statement) -> Rows:
+        async with self._apool.connection() as own:
+            return await aexecuting(own, self.settings.schema, lent=False)(statement)
+
+
+class Handle(Generic[R]):
+    """A job that was enqueued: ask how it is, wait for its result, cancel it.
+
+    handle = send_email.enqueue("ada@example.org", subject="hi")
+    handle.result(timeout=30)
+    """
+
+    __slots__ = ("_client", "_read", "id", "outcome")
+
+    def __init__(
+        self,
+        client: Client,
+        id: int,  # noqa: A002
+        read: Callable[[Any], R],
+        outcome: Answer | None = None,
+    ) -> None:
+        self._client = client
+        self._read = read
+        self.id = id
+        self.outcome = outcome
+        """What enqueue did: created a job, found an existing one, replaced it, or merged into it."""
+
+    def __repr__(self) -> str:
+        return f"<Handle of job {self.id}{f', {self.outcome}' if self.outcome else ''}>"
+
+    def status(self) -> State:
+        """Where the job is in its life."""
+        return self._client.perform(operations.get(self._client.store, self.id)).state
+
+    async def astatus(self) -> State:
+        """Where the job is in its life."""
+        return (await self._client.aperform(operations.get(self._client.store, self.id))).state
+
+    def info(self) -> Job:
+        """All that is known of the job, with the attempts that did not succeed."""
+        return self._client.perform(operations.inspect(self._client.store, self.id))
+
+    async def ainfo(self) -> Job:
+        """All that is known of the job, with the attempts that did not succeed."""
+        return await self._client.aperform(operations.inspect(self._client.store, self.id))
+
+    def result(self, timeout: float | timedelta) -> R:
+        """What the task returned, waiting so long for it; raises JobFailed and the like, or ResultTimeout."""
+        return self._of(self._client.await_end(self.id, timeout))
+
+    async def aresult(self, timeout: float | timedelta) -> R:  # noqa: ASYNC109
+        """What the task returned, waiting so long for it; raises JobFailed and the like, or ResultTimeout."""
+        return self._of(await self._client.aawait_end(self.id, timeout))
+
+    def cancel(self, reason: str | None = None) -> str:
+        """Cancel the job: cancelled, signalled (it runs; its handler is told), finished, unknown or busy."""
+        answers = self._client.perform(operations.cancel(self._client.store, [self.id], reason))
+        return answers.get(self.id, "unknown")
+
+    async def acancel(self, reason: str | None = None) -> str:
+        """Cancel the job: cancelled, signalled (it runs; its handler is told), finished, unknown or busy."""
+        answers = await self._client.aperform(operations.cancel(self._client.store, [self.id], reason))
+        return answers.get(self.id, "unknown")
+
+    def _of(self, job: Job) -> R:
+        if job.state is State.COMPLETED:
+            return self._read(job.result)
+        raise _ended(job)
+
+
+def _ended(job: Job) -> JobEnded:
+    error: Mapping[str, Any] = job.error or {}
+    told = ": ".join(str(error[part]) for part in ("code", "message") if error.get(part))
+    why = f" ({told})" if told else ""
+    kind, what = {
+        State.FAILED: (JobFailed, f"failed{why}"),
+        State.CANCELLED: (JobCancelled, f"was cancelled{why}"),
+        State.EXPIRED: (JobExpired, "expired: nobody started it in time"),
+    }[job.state]
+    return kind(f"job {job.id} ({job.task}) {what}", job=job.id, error=job.error)

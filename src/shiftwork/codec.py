@@ -1,0 +1,335 @@
+"""Arguments ⇄ one JSON object by name.
+
+A call is bound to the task's signature, turned into JSON, and read back by the annotations before it is
+accepted, so what a worker will find is proved when the job is sent. Three choices: `*args` is refused at
+declaration, since it has no names to be stored under; `**kwargs` are stored beside the other arguments; a
+default that was not given is not stored, so a later, better default also serves the jobs that wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any, get_type_hints
+
+import msgspec
+
+from shiftwork.errors import ConfigurationError, InvalidArgument, PayloadTooLarge
+
+MAX_DEPTH = 64
+MAX_RESULT_DEPTH = 500
+MAX_INTEGER_BITS = 13_000  # about 3,900 digits: what Python will read back from text
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+_PLACE = re.compile(r"(?s)(.*) - at `(?:key in )?\$\.?(.*)`")
+_FIELD = re.compile(r"(?s)(.*) field `(.*)`")
+_json = msgspec.json.Encoder()
+
+
+class Signature:
+    """How a task is called: binds, checks and converts its arguments, both ways."""
+
+    def __init__(
+        self, task: str, function: Callable[..., Any], injected: frozenset[type] = frozenset()
+    ) -> None:
+        self.task = task
+        self.function = function
+        self._injected = injected
+        try:
+            self._signature = inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"task {task!r}: {function!r} is not a function with a signature"
+            ) from error
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise ConfigurationError(
+                    f"task {task!r}: *{parameter.name} cannot be stored, since arguments are stored by name; "
+                    f"take a list instead, as in {parameter.name}: list[str]"
+                )
+        try:
+            _ = self._arguments
+        except NameError:
+            self.__dict__.pop(
+                "_hints", None
+            )  # names something that is defined further down: look again at first use
+
+    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_payload: int) -> msgspec.Raw:
+        """The call as JSON; refused, naming the argument, if it does not fit or cannot be stored."""
+        given = self._bind(args, kwargs)
+        try:
+            payload = msgspec.to_builtins(given, str_keys=True, enc_hook=_simplify)
+        except (TypeError, ValueError, RecursionError):
+            payload = {name: self._to_json(name, value) for name, value in given.items()}
+        for name, value in payload.items():
+            fault = _fault(name, value)
+            if fault:
+                raise self._refuse(name, *fault)
+        self._convert(payload)
+        encoded = _json.encode(payload)
+        if len(encoded) > max_payload:
+            largest = max(payload, key=lambda name: len(_json.encode(payload[name])))
+            raise PayloadTooLarge(
+                f"task {self.task!r}: the arguments take {len(encoded):,} bytes of JSON, most of them for "
+                f"{largest!r}; {max_payload:,} are allowed. Store it elsewhere and send a reference, "
+                "or raise max_payload",
+                task=self.task,
+                argument=largest,
+            )
+        return msgspec.Raw(encoded)
+
+    def decode(self, payload: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments to call the function with; what is injected is left for the caller to add."""
+        if not isinstance(payload, Mapping):
+            raise InvalidArgument(f"task {self.task!r}: the payload is not a JSON object", task=self.task)
+        converted = self._convert(payload)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in self._signature.parameters.items():
+            if name not in converted:
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY and len(args) == self._positions.index(name):
+                args.append(converted.pop(name))
+            else:
+                kwargs[name] = converted.pop(name)
+        return tuple(args), {**kwargs, **converted}
+
+    @cached_property
+    def injected(self) -> dict[str, type]:
+        """Parameters that the worker fills in at run time, and that are therefore never stored."""
+        return {name: hint for name, hint in self._hints.items() if self._is_injected(hint)}
+
+    def takes(self, argument: str) -> bool:
+        """Whether the task can be given an argument of that name."""
+        parameters = self._signature.parameters.values()
+        return any(it.name == argument or it.kind is it.VAR_KEYWORD for it in parameters)
+
+    def read_result(self, stored: Any) -> Any:  # noqa: ANN401
+        """What the function returned, as the type it says it returns."""
+        expected = self._hints.get("return", Any)
+        try:
+            return msgspec.convert(stored, expected, str_keys=True, dec_hook=_build)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InvalidArgument(
+                f"task {self.task!r}: the stored result is not what the task says it returns: {error}",
+                task=self.task,
+            ) from error
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            bound = self._callable.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InvalidArgument(f"task {self.task!r}: {error}", task=self.task) from None
+        given = dict(bound.arguments)
+        if self._rest:
+            rest = given.pop(self._rest, {})
+            for name in rest:
+                if name in given:  # a positional-only parameter of the same name
+                    raise self._refuse(name, "is given twice")
+            given.update(rest)
+        return given
+
+    def _to_json(self, name: str, value: object) -> object:
+        try:
+            return msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
+        except RecursionError:
+            raise self._refuse(name, "is nested too deeply, or contains itself") from None
+        except (TypeError, ValueError) as error:
+            raise self._refuse(name, f"cannot be stored as JSON: {error}") from error
+
+    def _convert(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """The stored values as the annotations want them."""
+        known, rest = payload, {}
+        if self._rest:
+            known = {name: value for name, value in payload.items() if name in self._names}
+            rest = {name: value for name, value in payload.items() if name not in self._names}
+        try:
+            values = msgspec.convert(dict(known), self._arguments, str_keys=True, dec_hook=_build)
+            if rest:
+                rest = {name: self._convert_rest(name, value) for name, value in rest.items()}
+        except msgspec.ValidationError as error:
+            raise self._explain(str(error)) from error
+        except RecursionError:
+            raise InvalidArgument(
+                f"task {self.task!r}: the payload is nested too deeply", task=self.task
+            ) from None
+        converted = {name: getattr(values, name) for name in self._names}
+        return {name: value for name, value in converted.items() if value is not msgspec.UNSET} | rest
+
+    def _convert_rest(self, name: str, value: object) -> object:
+        try:
+            hint = self._hints.get(self._rest or "", Any)
+            return msgspec.convert(value, hint, str_keys=True, dec_hook=_build)
+        except msgspec.ValidationError as error:
+            raise self._refuse(name, str(error)) from error
+
+    def _explain(self, message: str) -> InvalidArgument:
+        """msgspec's complaint, told of an argument instead of a path in a document."""
+        if place := _PLACE.fullmatch(message):
+            complaint, path = place[1], place[2]
+            return self._refuse(re.split(r"[.\[]", path, maxsplit=1)[0], complaint, path)
+        if absent := _FIELD.fullmatch(message):
+            kind = "is missing" if "missing" in absent[1] else "is not one that it takes"
+            return self._refuse(absent[2], kind)
+        return InvalidArgument(f"task {self.task!r}: {message}", task=self.task)
+
+    def _refuse(self, argument: str, complaint: str, path: str | None = None) -> InvalidArgument:
+        where = "" if path in (None, argument) else f" (at {path})"
+        return InvalidArgument(
+            f"argument {argument!r} of task {self.task!r}: {complaint}{where}",
+            task=self.task,
+            argument=argument,
+        )
+
+    @cached_property
+    def _hints(self) -> dict[str, Any]:
+        return get_type_hints(self.function, include_extras=True)
+
+    def _is_injected(self, hint: object) -> bool:
+        return isinstance(hint, type) and any(issubclass(hint, kind) for kind in self._injected)
+
+    @cached_property
+    def _callable(self) -> inspect.Signature:
+        """The signature as a caller sees it: without what is injected."""
+        kept = [it for name, it in self._signature.parameters.items() if name not in self.injected]
+        return self._signature.replace(parameters=kept)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(
+            name for name, it in self._callable.parameters.items() if it.kind is not it.VAR_KEYWORD
+        )
+
+    @cached_property
+    def _positions(self) -> list[str]:
+        return [name for name, it in self._callable.parameters.items() if it.kind is it.POSITIONAL_ONLY]
+
+    @cached_property
+    def _rest(self) -> str | None:
+        """The name of `**kwargs`, if there is one."""
+        return next((n for n, it in self._callable.parameters.items() if it.kind is it.VAR_KEYWORD), None)
+
+    @cached_property
+    def _arguments(self) -> type[msgspec.Struct]:
+        """The parameters as a record that msgspec can check in one go."""
+        fields: list[Any] = []
+        for name, parameter in self._callable.parameters.items():
+            if name == self._rest:
+                continue
+            hint = self._hints.get(name, Any)
+            optional = parameter.default is not parameter.empty
+            fields.append((name, hint, msgspec.UNSET) if optional else (name, hint))
+        record = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
+        try:
+            msgspec.json.Decoder(
+                record, dec_hook=_build
+            )  # complains now about annotations that it cannot follow
+        except TypeError as error:
+            raise ConfigurationError(
+                f"task {self.task!r}: an annotation cannot be followed: {error}"
+            ) from error
+        return record
+
+
+def encode_result(value: object) -> bytes:
+    """A result as JSON that Postgres can hold: what it cannot is replaced, nothing is refused for its size.
+
+    Raises InvalidArgument if there is no JSON for it at all.
+    """
+    try:
+        simple = msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
+        return _json.encode(_tame(simple, 0))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the result cannot be stored as JSON: {error}") from error
+
+
+def safe_text(text: str, limit: int | None = None) -> str:
+    """Text that Postgres can hold, cut to so many characters."""
+    if limit is not None and len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return _UNSTORABLE.sub(REPLACEMENT, text)
+
+
+def _tame(value: Any, depth: int) -> Any:  # noqa: ANN401, PLR0911
+    if depth > MAX_RESULT_DEPTH:
+        raise ValueError("it is nested too deeply")
+    match value:
+        case str():
+            return safe_text(value)
+        case float():
+            return value if math.isfinite(value) else None
+        case bool() | None:
+            return value
+        case int():
+            if value.bit_length() > MAX_INTEGER_BITS:
+                raise ValueError("it holds a number with too many digits")
+            return value
+        case dict():
+            return {safe_text(key): _tame(item, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [_tame(item, depth + 1) for item in value]
+    return value
+
+
+def _fault(path: str, value: object, depth: int = 1) -> tuple[str, str] | None:  # noqa: PLR0911, PLR0912
+    """Why a value cannot be stored, and where it is; None if it can."""
+    if depth > MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} levels deep", path.partition("[")[0]
+    match value:
+        case str():
+            if found := _UNSTORABLE.search(value):
+                return f"holds {_named(found[0])}, which PostgreSQL cannot store", path
+        case float():
+            if not math.isfinite(value):
+                return f"is {value}, for which JSON has no number", path
+        case int():
+            if value.bit_length() > MAX_INTEGER_BITS:
+                return "has more digits than can be read back", path
+        case dict():
+            for key, item in value.items():
+                if found := _UNSTORABLE.search(key):
+                    return f"holds {_named(found[0])} in a key, which PostgreSQL cannot store", path
+                if fault := _fault(f"{path}.{key}", item, depth + 1):
+                    return fault
+        case list() | tuple():
+            for position, item in enumerate(value):
+                if fault := _fault(f"{path}[{position}]", item, depth + 1):
+                    return fault
+    return None
+
+
+def _named(letter: str) -> str:
+    return "a NUL character" if letter == "\0" else f"a lone surrogate (U+{ord(letter):04X})"
+
+
+def _simplify(value: object) -> object:
+    """Types that msgspec does not know, on their way to JSON."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if _is_model(type(value)):
+        return value.model_dump(mode="json", by_alias=True, round_trip=True)  # type: ignore[attr-defined]
+    raise NotImplementedError(f"there is no JSON for {type(value).__name__}")
+
+
+def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401
+    """Types that msgspec does not know, on their way back."""
+    if kind is object:
+        return value
+    if isinstance(kind, type) and issubclass(kind, PurePath):
+        if not isinstance(value, str):
+            raise TypeError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+        return kind(value)
+    if _is_model(kind):
+        return kind.model_validate(value)  # pydantic's ValidationError is a ValueError, as msgspec wants it
+    raise TypeError(f"there is no way from JSON to {getattr(kind, '__name__', kind)}")
+
+
+def _is_model(kind: object) -> bool:
+    pydantic = sys.modules.get("pydantic")  # a model cannot exist unless somebody imported it
+    return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)

@@ -1,0 +1,478 @@
+"""Statements, plans, and the connections they run on.
+
+An operation is a plan: a generator that yields statements, is sent their rows, and returns its answer.
+`run` and `arun` drive it for blocking and for awaiting callers; they and what they hold connections with
+are the only code that exists twice.
+
+Who is the judge of what: a lent connection belongs to its owner, who began the transaction and ends it;
+we only put statements on it, with a cursor and row factory of our own. A connection of ours is in
+autocommit, so a single statement commits itself. That decides what can be said when the line goes dead:
+inside a transaction nothing has been committed yet; while the answer of a statement that commits itself,
+or of COMMIT, is awaited, it may have been.
+
+The pools connect in the caller's own thread or task. So a database that is away is reported at once and
+with its reason, nothing runs in the background, a forked child starts with none of its parent's
+connections, and each event loop has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
+
+import psycopg
+from psycopg import AsyncConnection, Connection, IsolationLevel
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import dict_row
+
+from shiftwork.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    DuplicateDiffers,
+    FenceLost,
+    InvalidArgument,
+    NotAllowed,
+    NotInstalled,
+    PayloadTooLarge,
+    SchemaTooOld,
+    ShiftworkError,
+)
+from shiftwork.settings import Settings, mask
+
+T = TypeVar("T")
+Rows = Sequence[Mapping[str, Any]]
+IDLE_TOO_LONG = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement for the database, with its values beside it."""
+
+    text: str
+    params: tuple[Any, ...] = ()
+    writes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait so many seconds, or until this job is announced; listening begins with the first wait."""
+
+    job: int
+    seconds: float
+
+
+Plan = Generator[Statement | Wait, Rows, T]
+Execute = Callable[[Statement], Rows]
+AExecute = Callable[[Statement], Awaitable[Rows]]
+
+
+def run(plan: Plan[T], execute: Execute, wait: Callable[[Wait], None] | None = None) -> T:
+    """Carry out a plan, blocking."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                rows = execute(step) if isinstance(step, Statement) else (wait or _cannot_wait)(step)
+            except ShiftworkError as error:
+                step = plan.throw(error)  # most plans let it pass
+            else:
+                step = plan.send(rows or ())
+    except StopIteration as end:
+        answer: T = end.value
+        return answer
+    finally:
+        plan.close()
+
+
+async def arun(plan: Plan[T], execute: AExecute, wait: Callable[[Wait], Awaitable[None]] | None = None) -> T:
+    """Carry out a plan, awaiting."""
+    try:
+        step = next(plan)
+        while True:
+            try:
+                rows = await (execute(step) if isinstance(step, Statement) else (wait or _cannot_wait)(step))
+            except ShiftworkError as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(rows or ())
+    except StopIteration as end:
+        answer: T = end.value
+        return answer
+    finally:
+        plan.close()
+
+
+def _cannot_wait(_: Wait) -> NoReturn:
+    raise ConfigurationError("a result cannot be waited for on a lent connection: it could not see the end")
+
+
+# Errors, all translated here.
+
+_AWAY = (
+    "08",
+    "57P",
+    "53",
+    "25006",
+    "58",
+)  # connection, shutdown, resources, read-only after a switchover, I/O
+_AGAIN = ("40001", "40P01", "55P03", "57014")  # the caller's own retry logic looks for these by their class
+
+
+def translate(  # noqa: PLR0911
+    error: psycopg.Error, schema: str, *, commits: bool, alive: bool
+) -> ShiftworkError:
+    """What a driver's error means for our caller. `commits`: the statement would have committed itself."""
+    state, said = error.sqlstate, _said(error)
+    match state:
+        case "SW001":
+            return InvalidArgument(said)
+        case "SW002":
+            return DuplicateDiffers(said)
+        case "SW003":
+            return FenceLost(said)
+        case "SW004":
+            return PayloadTooLarge(said)
+        case "3F000" | "42P01":
+            return NotInstalled(
+                f"the schema {schema!r} is not installed in this database ({said}); run: shiftwork migrate",
+                sqlstate=state,
+            )
+        case "42883" | "42703" | "42704":
+            return SchemaTooOld(
+                f"the schema {schema!r} is older than this program needs ({said}); run: shiftwork migrate",
+                sqlstate=state,
+            )
+        case "42501":
+            return NotAllowed(f"the database role may not do this: {said}", sqlstate=state)
+    if not alive or (state or "08").startswith(_AWAY):
+        maybe = commits and not alive
+        certainty = "it may have been committed" if maybe else "nothing was committed"
+        return DatabaseUnavailable(
+            f"the database is not available: {said} ({certainty})", maybe_committed=maybe, sqlstate=state
+        )
+    return DatabaseError(f"the database refused: {said}", sqlstate=state)
+
+
+def _said(error: psycopg.Error) -> str:
+    return (error.diag.message_primary or str(error) or type(error).__name__).strip()
+
+
+def _unreachable(error: Exception, dsn: str) -> DatabaseUnavailable:
+    sqlstate = getattr(error, "sqlstate", None)
+    return DatabaseUnavailable(
+        f"cannot connect to {mask(dsn)}: {str(error).strip()} (nothing was sent, so nothing was committed)",
+        maybe_committed=False,
+        sqlstate=sqlstate,
+    )
+
+
+def _commits_itself(connection: Connection[Any] | AsyncConnection[Any], statement: Statement) -> bool:
+    idle = connection.info.transaction_status == TransactionStatus.IDLE
+    return statement.writes and connection.autocommit and idle
+
+
+# Connections of ours.
+
+
+def _conninfo(dsn: str, settings: Settings) -> str:
+    """The caller's connection string, with what it leaves open filled in."""
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.Error as error:
+        raise ConfigurationError(f"{mask(dsn)!r} is not a connection string: {mask(str(error))}") from None
+    ours: dict[str, Any] = {
+        "application_name": "shiftwork client",
+        "connect_timeout": max(2, round(settings.connect_timeout.total_seconds())),
+        "client_encoding": "utf8",
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 30_000,
+    }
+    return make_conninfo("", **{**ours, **given})
+
+
+def _still_there(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether an idle connection is silent, as it should be; a goodbye or a dead line can be read."""
+    if connection.closed:
+        return False
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
+    return not poll.poll(0)
+
+
+def _reusable(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
+
+
+def _dsn(settings: Settings) -> str:
+    if settings.dsn is None:
+        raise ConfigurationError("no database is set: give a dsn, or set DATABASE_URL")
+    return settings.dsn
+
+
+def connect(settings: Settings, dsn: str | None = None) -> Connection[Any]:
+    """A new connection in autocommit, or a clear error."""
+    dsn = dsn or _dsn(settings)
+    try:
+        connection = Connection.connect(_conninfo(dsn, settings), autocommit=True, prepare_threshold=None)
+    except psycopg.Error as error:
+        raise _unreachable(error, dsn) from error
+    connection.isolation_level = IsolationLevel.READ_COMMITTED
+    return connection
+
+
+async def aconnect(settings: Settings, dsn: str | None = None) -> AsyncConnection[Any]:
+    """A new connection in autocommit, or a clear error."""
+    dsn = dsn or _dsn(settings)
+    try:
+        connection = await AsyncConnection.connect(
+            _conninfo(dsn, settings), autocommit=True, prepare_threshold=None
+        )
+    except psycopg.Error as error:
+        raise _unreachable(error, dsn) from error
+    await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+    return connection
+
+
+class Pool:
+    """Connections for blocking callers: made when needed, kept for the next, replaced when dead."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._renew()
+
+    def _renew(self) -> None:
+        self._process = os.getpid()
+        self._free = threading.BoundedSemaphore(self._settings.max_connections)
+        self._idle: deque[tuple[Connection[Any], float]] = deque()
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection[Any]]:
+        """A connection for as long as the block lasts."""
+        if self._process != os.getpid():
+            self._renew()  # forked: the parent's connections are the parent's
+        free = self._free
+        if not free.acquire(timeout=self._settings.connect_timeout.total_seconds()):
+            raise _all_busy(self._settings)
+        try:
+            connection = self._take() or connect(self._settings)
+            try:
+                yield connection
+            finally:
+                self._put(connection)
+        finally:
+            free.release()
+
+    def _take(self) -> Connection[Any] | None:
+        while True:
+            try:
+                connection, _ = self._idle.pop()
+            except IndexError:
+                return None
+            if _still_there(connection):
+                return connection
+            connection.close()
+
+    def _put(self, connection: Connection[Any]) -> None:
+        now = time.monotonic()
+        if _reusable(connection):
+            self._idle.append((connection, now))
+        else:
+            connection.close()
+        with suppress(IndexError):
+            while now - self._idle[0][1] > IDLE_TOO_LONG:
+                self._idle.popleft()[0].close()
+
+    def close(self) -> None:
+        """Close what is idle; what is in use is closed by a later call."""
+        if self._process == os.getpid():
+            with suppress(IndexError):
+                while True:
+                    self._idle.pop()[0].close()
+
+
+class APool:
+    """Connections for awaiting callers, a shelf for each event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._shelves: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shelf] = WeakKeyDictionary()
+        self._process = os.getpid()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        """A connection for as long as the block lasts."""
+        shelf = self._shelf()
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout.total_seconds()):
+                await shelf.free.acquire()
+        except TimeoutError:
+            raise _all_busy(self._settings) from None
+        try:
+            connection = await self._take(shelf) or await aconnect(self._settings)
+            try:
+                yield connection
+            finally:
+                await self._put(shelf, connection)
+        finally:
+            shelf.free.release()
+
+    def _shelf(self) -> _Shelf:
+        if self._process != os.getpid():
+            self._shelves, self._process = WeakKeyDictionary(), os.getpid()
+        loop = asyncio.get_running_loop()
+        if loop not in self._shelves:
+            self._shelves[loop] = _Shelf(asyncio.Semaphore(self._settings.max_connections), deque())
+        return self._shelves[loop]
+
+    async def _take(self, shelf: _Shelf) -> AsyncConnection[Any] | None:
+        while shelf.idle:
+            connection, _ = shelf.idle.pop()
+            if _still_there(connection):
+                return connection
+            await connection.close()
+        return None
+
+    async def _put(self, shelf: _Shelf, connection: AsyncConnection[Any]) -> None:
+        now = time.monotonic()
+        if _reusable(connection):
+            shelf.idle.append((connection, now))
+        else:
+            await connection.close()
+        while shelf.idle and now - shelf.idle[0][1] > IDLE_TOO_LONG:
+            await shelf.idle.popleft()[0].close()
+
+    async def close(self) -> None:
+        """Close what is idle, in whichever event loop it was used."""
+        if self._process == os.getpid():
+            for shelf in list(self._shelves.values()):
+                while shelf.idle:
+                    await shelf.idle.pop()[0].close()
+
+
+@dataclass
+class _Shelf:
+    free: asyncio.Semaphore
+    idle: deque[tuple[AsyncConnection[Any], float]]
+
+
+def _all_busy(settings: Settings) -> DatabaseUnavailable:
+    return DatabaseUnavailable(
+        f"all {settings.max_connections} connections of this process are in use; raise max_connections or do "
+        "less at once (nothing was sent, so nothing was committed)",
+        maybe_committed=False,
+    )
+
+
+# Statements on connections, ours or lent.
+
+
+def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execute:
+    """A way to put statements on this connection, with a cursor of our own whatever its row factory is."""
+
+    def execute(statement: Statement) -> Rows:
+        commits = _commits_itself(connection, statement)
+        try:
+            with connection.cursor(row_factory=dict_row) as cursor:
+                cursor.execute(statement.text.encode(), statement.params, prepare=False)
+                return cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            if lent and error.sqlstate in _AGAIN:
+                raise
+            alive = not connection.closed
+            raise translate(error, schema, commits=commits, alive=alive) from error
+
+    return execute
+
+
+def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> AExecute:
+    """The same for an awaiting caller."""
+
+    async def execute(statement: Statement) -> Rows:
+        commits = _commits_itself(connection, statement)
+        try:
+            async with connection.cursor(row_factory=dict_row) as cursor:
+                await cursor.execute(statement.text.encode(), statement.params, prepare=False)
+                return await cursor.fetchall() if cursor.description else []
+        except psycopg.Error as error:
+            if lent and error.sqlstate in _AGAIN:
+                raise
+            alive = not connection.closed
+            raise translate(error, schema, commits=commits, alive=alive) from error
+
+    return execute
+
+
+Lender = Callable[[object, str], "Execute | None"]
+ALender = Callable[[object, str], "AExecute | None"]
+
+LENDERS: list[Lender] = []
+ALENDERS: list[ALender] = []
+"""Other drivers put themselves here: given a connection they know, they return a way to execute on it."""
+
+
+def lend(connection: object, schema: str) -> Execute:
+    """A way to put statements on a connection that a blocking caller lends us."""
+    if isinstance(connection, Connection):
+        return executing(connection, schema, lent=True)
+    for lender in LENDERS:
+        if execute := lender(connection, schema):
+            return execute
+    if isinstance(connection, AsyncConnection):
+        raise ConfigurationError("this is an async connection: await the task's aenqueue instead of enqueue")
+    raise _unknown(connection)
+
+
+def alend(connection: object, schema: str) -> AExecute:
+    """The same for an awaiting caller."""
+    if isinstance(connection, AsyncConnection):
+        return aexecuting(connection, schema, lent=True)
+    for lender in ALENDERS:
+        if execute := lender(connection, schema):
+            return execute
+    if isinstance(connection, Connection):
+        raise ConfigurationError("this connection blocks: use enqueue with it instead of aenqueue")
+    raise _unknown(connection)
+
+
+def _unknown(connection: object) -> ConfigurationError:
+    kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
+    return ConfigurationError(
+        f"cannot enqueue on a {kind}; psycopg's Connection and AsyncConnection are known"
+    )
+
+
+@contextmanager
+def committing(connection: Connection[Any], schema: str) -> Iterator[None]:
+    """One transaction around the block; an error tells whether it may have been committed after all."""
+    done = False
+    try:
+        with connection.transaction():
+            yield
+            done = True
+    except psycopg.Error as error:
+        raise translate(error, schema, commits=done, alive=not connection.closed) from error
+
+
+@asynccontextmanager
+async def acommitting(connection: AsyncConnection[Any], schema: str) -> AsyncIterator[None]:
+    """The same for an awaiting caller."""
+    done = False
+    try:
+        async with connection.transaction():
+            yield
+            done = True
+    except psycopg.Error as error:
+        raise translate(error, schema, commits=done, alive=not connection.closed) from error

@@ -1,0 +1,366 @@
+"""A job as it is asked for, as it is stored, and what is known of its attempts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
+
+import msgspec
+
+from shiftwork.errors import InvalidArgument
+
+R_co = TypeVar("R_co", covariant=True)
+
+Scope = Literal["pending", "unfinished", "window"]
+Action = Literal["return", "replace", "merge", "refuse"]
+Answer = Literal["created", "existing", "replaced", "merged"]
+
+MAX_KEY_BYTES = 255
+MAX_TAGS = 50
+
+
+class State(StrEnum):
+    """Where a job is in its life."""
+
+    BLOCKED = "blocked"  # waits for other jobs
+    SCHEDULED = "scheduled"  # waits for its time; snoozes and retries too
+    READY = "ready"  # may be claimed now
+    RUNNING = "running"  # held by a worker
+    WAITING = "waiting"  # its handler returned, its children have not
+    COMPLETED = "completed"
+    FAILED = "failed"  # poison, or out of attempts
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"  # nobody started it in time
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job is over, unless somebody revives it."""
+        return self in FINAL
+
+
+FINAL = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED, State.EXPIRED})
+
+
+class NewJob(msgspec.Struct, Generic[R_co], frozen=True, kw_only=True, omit_defaults=True):
+    """A job to be enqueued, as `shiftwork.enqueue_many` takes it; the database fills in the rest."""
+
+    task: str
+    payload: msgspec.Raw
+    queue: str | None = None
+    priority: int | None = None
+    delay: float | None = None
+    run_at: str | None = None
+    expires_in: float | None = None
+    expires_at: str | None = None
+    max_attempts: int | None = None
+    unique_key: str | None = None
+    unique_scope: Scope | None = None
+    unique_action: Action | None = None
+    unique_window: float | None = None
+    merge: str | dict[str, str] | None = None
+    tags: list[str] | None = None
+    keep: int | None = None
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What the database answered to one job of an enqueue."""
+
+    id: int
+    outcome: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempt that did not succeed: it failed, or its worker was lost."""
+
+    job: int
+    attempt: int
+    outcome: str  # failed | lost
+    will_retry: bool
+    code: str | None
+    error: Mapping[str, Any] | None
+    worker: int | None
+    claimed_at: datetime | None
+    started_at: datetime | None
+    ended_at: datetime | None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """Read a row; an error that cannot be decoded is left out, never raised."""
+        known = {name: row[name] for name in ("job", "attempt", "outcome", "will_retry", "code", "worker")}
+        error, _ = _document(row["error"])
+        return cls(
+            **known,
+            error=error if isinstance(error, dict) else None,
+            claimed_at=moment(row["claimed_at"]),
+            started_at=moment(row["started_at"]),
+            ended_at=moment(row["ended_at"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as the database has it. Times are UTC, by the database's clock."""
+
+    id: int
+    task: str
+    queue: str
+    priority: int
+    payload: Mapping[str, Any]
+    state: State
+    run_at: datetime | None = None
+    expires_at: datetime | None = None
+    attempt: int = 0
+    failures: int = 0
+    resets: int = 0
+    max_attempts: int = 1
+    unique_key: str | None = None
+    worker: int | None = None
+    created_at: datetime | None = None
+    claimed_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+    tags: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    """Columns that hold something Python cannot read; the row is read all the same, without them."""
+
+    attempts: tuple[Attempt, ...] = field(default=(), compare=False)
+    """Attempts that did not succeed, oldest first; filled in by `Handle.info`."""
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """Read a row, whoever wrote it: a value that cannot be read becomes a fault, not an error."""
+        faults = []
+        decoded: dict[str, Any] = {name: moment(row[name]) for name in _MOMENTS}
+        for name in ("payload", "result", "error"):
+            decoded[name], readable = _document(row[name])
+            if not readable:
+                faults.append(name)
+        if not isinstance(decoded["payload"], dict):
+            faults.append("payload")
+            decoded["payload"] = {}
+        if not isinstance(decoded["error"], dict):
+            decoded["error"] = None
+        return cls(
+            **{name: row[name] for name in _PLAIN},
+            **decoded,
+            state=State(row["state"]),
+            tags=tuple(tag for tag in row["tags"] or () if isinstance(tag, str)),
+            faults=tuple(dict.fromkeys(faults)),
+        )
+
+
+_PLAIN = (
+    *("id", "task", "queue", "priority", "attempt", "failures", "resets", "max_attempts"),
+    *("unique_key", "worker"),
+)
+_MOMENTS = ("run_at", "expires_at", "created_at", "claimed_at", "started_at", "finished_at")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST = datetime.max.replace(tzinfo=UTC)
+_FIRST = datetime.min.replace(tzinfo=UTC)
+
+
+def moment(value: object) -> datetime | None:
+    """An instant from seconds since 1970; beyond Python's calendar, its last or first moment."""
+    if value is None or isinstance(value, datetime):
+        return value
+    try:
+        seconds = Decimal(str(value))
+    except InvalidOperation:
+        return None
+    if seconds.is_nan():
+        return None
+    try:
+        return _EPOCH + timedelta(microseconds=int(seconds * 1_000_000))
+    except OverflowError:
+        return _LAST if seconds > 0 else _FIRST
+
+
+def _document(text: str | None) -> tuple[Any, bool]:
+    """A stored JSON document, and whether it could be read."""
+    if text is None:
+        return None, True
+    try:
+        return msgspec.json.decode(text), True
+    except (msgspec.MsgspecError, UnicodeError):
+        pass  # numbers that msgspec does not take: try more patiently
+    except RecursionError:
+        return None, False
+    try:
+        return json.loads(text, parse_int=_patient_int), True
+    except (ValueError, RecursionError):
+        return None, False
+
+
+def _patient_int(digits: str) -> int | Decimal:
+    return int(digits) if len(digits) < 4000 else Decimal(digits)
+
+
+def sending(
+    *,
+    queue: str | None = None,
+    priority: int | None = None,
+    delay: timedelta | None = None,
+    run_at: datetime | None = None,
+    expires_in: timedelta | None = None,
+    expires_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique: str | None = None,
+    scope: Scope | None = None,
+    action: Action | None = None,
+    window: timedelta | None = None,
+    merge: str | Mapping[str, str] | None = None,
+    tags: Sequence[str] | None = None,
+    keep: timedelta | int | None = None,
+) -> dict[str, Any]:
+    """How a job is to be sent, checked, as fields of a NewJob; only what was given."""
+    _not_both("delay", delay, "run_at", run_at)
+    _not_both("expires_in", expires_in, "expires_at", expires_at)
+    chosen = {
+        "queue": _name("queue", queue),
+        "priority": _whole("priority", priority, -(2**31), 2**31 - 1),
+        "delay": _seconds("delay", delay),
+        "run_at": _instant("run_at", run_at),
+        "expires_in": _seconds("expires_in", expires_in),
+        "expires_at": _instant("expires_at", expires_at),
+        "max_attempts": _whole("max_attempts", max_attempts, 1, 2**31 - 1),
+        "unique_key": _key(unique),
+        "unique_scope": _choice("scope", scope, get_args(Scope)),
+        "unique_action": _choice("action", action, get_args(Action)),
+        "unique_window": _seconds("window", window),
+        "merge": None if merge is None else check_merge(merge),
+        "tags": None if tags is None else _tags(tags),
+        "keep": _whole("keep", keep.days if isinstance(keep, timedelta) else keep, 0, 2**31 - 1),
+    }
+    if window is not None:
+        if scope not in (None, "window"):
+            raise InvalidArgument(
+                f"window goes with scope='window', not with scope={scope!r}", argument="window"
+            )
+        chosen["unique_scope"] = "window"
+    if merge is not None and action is None:
+        chosen["unique_action"] = "merge"
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+_MERGES = frozenset({"replace", "deep", "append", "union", "multirange", "min", "max", "sum"})
+
+
+def check_merge(merge: str | Mapping[str, str]) -> str | dict[str, str]:
+    """How two payloads become one: an operator for the whole, or one for each argument.
+
+    Operators: replace, deep, append, union, range:<type> (as in "range:daterange"), multirange:<type>, min,
+    max, sum; any other name is a function that an operator has entered in the registry.
+    """
+    if isinstance(merge, str):
+        return _merge_name(merge)
+    if not merge:
+        raise InvalidArgument("merge names no argument", argument="merge")
+    return {argument: _merge_name(operator) for argument, operator in merge.items()}
+
+
+def _merge_name(operator: str) -> str:
+    name, _, kind = operator.partition(":")
+    if name in _MERGES and not kind:
+        return operator
+    if name in ("range", "multirange") and kind.isidentifier() and kind.isascii():
+        return operator
+    if not kind and name and all(part.isidentifier() and part.isascii() for part in name.split(".")):
+        if name == "range":
+            raise InvalidArgument(
+                "merge='range' needs the type of range, as in 'range:daterange'", argument="merge"
+            )
+        return operator
+    raise InvalidArgument(
+        f"{operator!r} is no way to merge; use one of {', '.join(sorted(_MERGES))}, range:<type>, "
+        "multirange:<type>, or the name of a registered function",
+        argument="merge",
+    )
+
+
+def _not_both(one: str, first: object, other: str, second: object) -> None:
+    if first is not None and second is not None:
+        raise InvalidArgument(f"{one} and {other} say the same thing; give one of them", argument=one)
+
+
+def _seconds(name: str, value: timedelta | None) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, timedelta):
+        raise InvalidArgument(f"{name} must be a timedelta, not {value!r}", argument=name)
+    return value.total_seconds()
+
+
+def _instant(name: str, value: datetime | None) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise InvalidArgument(f"{name} must be a datetime, not {value!r}", argument=name)
+    if value.utcoffset() is None:
+        raise InvalidArgument(
+            f"{name} has no time zone; attach one, as in datetime.now(UTC)",
+            argument=name,
+        )
+    return value.isoformat()
+
+
+def _whole(name: str, value: int | None, least: int, most: int) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidArgument(
+            f"{name} must be a whole number from {least} to {most}, not {value!r}", argument=name
+        )
+    return value
+
+
+def _choice(name: str, value: str | None, choices: tuple[str, ...]) -> str | None:
+    if value is not None and value not in choices:
+        raise InvalidArgument(f"{name} is {value!r}; it can be {', '.join(choices)}", argument=name)
+    return value
+
+
+def _name(name: str, value: str | None) -> str | None:
+    return None if value is None else check_name(name, value)
+
+
+def _key(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or not _storable(value):
+        raise InvalidArgument(f"unique must be text that can be stored, not {value!r}", argument="unique")
+    if len(value.encode()) > MAX_KEY_BYTES:
+        raise InvalidArgument(
+            f"unique is longer than {MAX_KEY_BYTES} bytes; use a digest of it", argument="unique"
+        )
+    return value
+
+
+def _tags(tags: Sequence[str]) -> list[str]:
+    if isinstance(tags, str) or len(tags) > MAX_TAGS:
+        raise InvalidArgument(f"tags must be a list of at most {MAX_TAGS} names", argument="tags")
+    return [check_name("tags", tag) for tag in tags]
+
+
+def check_name(what: str, name: str) -> str:
+    """Refuse a name (of a task, queue or tag) that is empty, too long, or holds control characters."""
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name.encode(errors="replace")) <= 200
+        or not name.isprintable()
+    ):
+        raise InvalidArgument(
+            f"{name!r} cannot be used as {what}: 1 to 200 printable characters", argument=what
+        )
+    return name
+
+
+def _storable(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
