@@ -3,7 +3,7 @@ truncate shiftwork.moves;
 insert into shiftwork.moves (verb, before, after) values
   ('enqueue', null, 'ready'), ('enqueue', null, 'scheduled'),
   ('enqueue', 'ready', 'ready'), ('enqueue', 'ready', 'scheduled'),           -- replaced or merged
-  ('enqueue', 'scheduled', 'ready'), ('enqueue', 'scheduled', 'scheduled'),
+  ('enqueue', 'scheduled', 'ready'), ('enqueue', 'scheduled', 'scheduled'), ('enqueue', 'blocked', 'blocked'),
   ('promote', 'scheduled', 'ready'),
   ('claim', 'scheduled', 'running'), ('claim', 'scheduled', 'ready'),         -- a claim promotes first
   ('claim', 'ready', 'running'),
@@ -15,6 +15,7 @@ insert into shiftwork.moves (verb, before, after) values
   ('reap', 'running', 'ready'), ('reap', 'running', 'failed'), ('reap', 'running', 'cancelled'),
   ('expire', 'ready', 'expired'), ('expire', 'scheduled', 'expired'), ('expire', 'blocked', 'expired'),
   ('expire', 'ready', 'cancelled'), ('expire', 'scheduled', 'cancelled'),     -- a signal that came too late for a holder
+  ('expire', 'blocked', 'cancelled'), ('expire', 'waiting', 'cancelled'),
   ('cancel', 'blocked', 'cancelled'), ('cancel', 'scheduled', 'cancelled'),
   ('cancel', 'ready', 'cancelled'), ('cancel', 'waiting', 'cancelled'),
   ('cancel', 'running', 'running'),                                           -- its holder is told
