@@ -730,6 +730,15 @@ def test_a_data_directory_that_the_servers_user_cannot_reach_is_refused(room: Pa
     assert stat.S_IMODE(hidden.stat().st_mode) == 0o700
 
 
+@as_root
+def test_a_user_without_a_name_is_told_that_initdb_needs_one(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_account", lambda _: embedded.Account(54321, 54321, "54321"))
+    with pytest.raises(EmbeddedError, match="a user without a name"):
+        started(data)
+
+
 @pytest.mark.skipif(ROOT, reason="root may write anywhere")
 def test_a_place_without_permission_is_refused(room: Path) -> None:
     (room / "closed").mkdir(mode=0o500)

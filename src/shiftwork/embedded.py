@@ -98,7 +98,7 @@ SOCKET = ".s.PGSQL.5432"
 LONGEST = 103  # bytes of a socket's path: macOS has 104 with the closing NUL, Linux 108
 
 # In postgresql.conf, where hands and `alter system` can change it; what must hold is on the command line.
-CONF = """
+CONF = b"""
 # shiftwork: a small server beside a program
 max_wal_size = 256MB
 min_wal_size = 32MB
@@ -136,7 +136,9 @@ class Server:
 
     def stay(self) -> None:
         """Have the server run on without users, until `stop`."""
-        keeper = _state(self.data)["keeper"]
+        keeper = _state(self.data).get("keeper")
+        if not keeper or not _is_kept(self.data):
+            raise EmbeddedError(f"The server in {self.data} has ended.{_tail(self.data)}")
         os.kill(keeper, signal.SIGUSR1)
         if not _wait(lambda: bool(_state(self.data).get("stays")), 10):
             raise EmbeddedError(
@@ -319,7 +321,7 @@ def _environment() -> dict[str, str]:
 
 
 def _run(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401
-    return subprocess.run(command, cwd="/", text=True, check=False, **how)  # noqa: S603
+    return subprocess.run(command, cwd="/", text=True, errors="replace", check=False, **how)  # noqa: S603
 
 
 def _make_cluster(data: Path, account: Account, binaries: Binaries, *, sync: bool) -> None:
@@ -346,13 +348,24 @@ def _make_cluster(data: Path, account: Account, binaries: Binaries, *, sync: boo
         shutil.rmtree(fresh, ignore_errors=True)
         if full:
             raise full
+        if "could not look up effective user ID" in made.stdout:
+            raise EmbeddedError(
+                "PostgreSQL's initdb refuses to work for a user without a name, as containers often have. "
+                "Give this one a line in /etc/passwd, run as a user that has one, or set DATABASE_URL to a "
+                "server that you have."
+            )
         raise EmbeddedError(f"initdb could not make {data / 'cluster'} and said:\n{_last_lines(made.stdout)}")
-    with (fresh / "postgresql.conf").open("a") as conf:
-        conf.write(CONF)
-        conf.flush()
-        if sync:
-            os.fsync(conf.fileno())
-    fresh.rename(data / "cluster")
+    conf = os.open(fresh / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+    whole = os.open(data, os.O_RDONLY)
+    try:
+        os.write(conf, CONF)
+        fresh.rename(data / "cluster")
+        if sync:  # initdb has seen to the rest
+            os.fsync(conf)
+            os.fsync(whole)
+    finally:
+        os.close(conf)
+        os.close(whole)
 
 
 # What runs
@@ -459,8 +472,13 @@ def _try_lock(file: int, kind: int) -> bool:
 def _lock(path: Path, kind: int, otherwise: str) -> int:
     """Take a lock within the time we have; the open file is the lock."""
     file = _open(path)
-    if not _wait(lambda: _try_lock(file, kind), PATIENCE):
-        os.close(file)
+    locked = False
+    try:
+        locked = _wait(lambda: _try_lock(file, kind), PATIENCE)
+    finally:
+        if not locked:
+            os.close(file)
+    if not locked:
         holders = ", ".join(map(str, _holders(path) or [])) or "unknown"
         raise EmbeddedError(
             f"{path} is locked by another process ({holders}), for more than {PATIENCE:g} s: {otherwise} "
