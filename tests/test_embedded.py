@@ -222,7 +222,7 @@ def test_it_begins_to_stop_as_soon_as_the_last_user_is_dead(data: Path, users: C
     user = users()
     state = user.started()
     user.kill()
-    until(lambda: "fast shutdown" in (data / "server.log").read_text(), seconds=2)
+    until(lambda: "fast shutdown" in (data / "server.log").read_text())
     until(lambda: is_gone(state["server"]))
 
 

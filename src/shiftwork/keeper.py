@@ -41,13 +41,18 @@ class Keeper:
         self.orders = orders
         self.since = time.time()
         self.stay: int | None = None
-        keeper = os.getpid()
+        reading, writing = os.pipe()
         self.server = os.fork()
         if not self.server:
-            self.become_server(keeper)
+            os.close(writing)
+            self.become_server(reading)
+        os.close(reading)
+        self.write_state()  # first: whoever finds postgres here must be able to tell that it is ours
+        os.write(writing, b"!")
+        os.close(writing)
 
-    def become_server(self, keeper: int) -> NoReturn:
-        """Turn this freshly forked process into postgres."""
+    def become_server(self, go: int) -> NoReturn:
+        """Turn this freshly forked process into postgres, when told to."""
         command = self.orders["command"]
         try:
             if self.orders["uid"] is not None:
@@ -56,9 +61,9 @@ class Keeper:
                 os.setuid(self.orders["uid"])
             if sys.platform == "linux":  # only now: the kernel forgets this when the user changes
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
-                if os.getppid() != keeper:
-                    os._exit(1)  # it died before it could take us along
             signal.pthread_sigmask(signal.SIG_SETMASK, set())
+            if not os.read(go, 1):
+                os._exit(1)  # the keeper is dead already
             os.execve(command[0], command, self.orders["environment"])  # noqa: S606
         except OSError as error:
             os.write(2, f"cannot run {command[0]}: {error}\n".encode())
@@ -66,7 +71,6 @@ class Keeper:
 
     def keep(self) -> None:
         """Return when postgres has ended, for whatever reason."""
-        self.write_state()
         threading.Thread(target=self.watch_users, daemon=True).start()
         steps = iter(SHUTDOWN)
         stopping = False
