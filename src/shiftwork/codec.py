@@ -245,7 +245,7 @@ def encode_result(value: object) -> bytes:
     try:
         simple = msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
         return _json.encode(_tame(simple, 0))
-    except (TypeError, ValueError, RecursionError) as error:
+    except Exception as error:  # types of the user's own take part, and may raise anything
         raise InvalidArgument(f"the result cannot be stored as JSON: {error}") from error
 
 
@@ -314,7 +314,7 @@ def _simplify(value: object) -> object:
         return str(value)
     if _is_model(type(value)):
         return value.model_dump(mode="json", by_alias=True, round_trip=True)  # type: ignore[attr-defined]
-    raise NotImplementedError(f"there is no JSON for {type(value).__name__}")
+    raise TypeError(f"there is no JSON for {type(value).__name__}")
 
 
 def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401

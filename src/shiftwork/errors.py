@@ -134,10 +134,13 @@ class Verdict(Exception):
 class Poison(Verdict):
     """Raise this when no further attempt can help: the job fails at once."""
 
+    code = "POISON"
+
 
 class RetryLater(Verdict):
     """Raise this to be tried again after `delay`; it counts as a failure, as any error does."""
 
+    code = "RETRY_LATER"
     __match_args__ = ("delay",)
 
     def __init__(self, delay: timedelta, message: str = "") -> None:
@@ -157,3 +160,5 @@ class Snooze(Verdict):
 
 class Cancel(Verdict):
     """Raise this to end the job as cancelled."""
+
+    code = "TASK_CANCELLED"

@@ -250,39 +250,33 @@ def sending(
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-_MERGES = frozenset({"replace", "deep", "append", "union", "multirange", "min", "max", "sum"})
+_RANGES = ("int4", "int8", "num", "date", "ts", "tstz")
+MERGES = frozenset(
+    {
+        *("replace", "deep", "append", "union", "min", "max", "sum"),
+        *(f"range:{kind}range" for kind in _RANGES),
+        *(f"multirange:{kind}multirange" for kind in _RANGES),
+    }
+)
 
 
 def check_merge(merge: str | Mapping[str, str]) -> str | dict[str, str]:
-    """How two payloads become one: an operator for the whole, or one for each argument.
-
-    Operators: replace, deep, append, union, range:<type> (as in "range:daterange"), multirange:<type>, min,
-    max, sum; any other name is a function that an operator has entered in the registry.
-    """
+    """How two payloads become one: an operator for all arguments, or one for each that is named."""
     if isinstance(merge, str):
-        return _merge_name(merge)
+        return _operator(merge)
     if not merge:
         raise InvalidArgument("merge names no argument", argument="merge")
-    return {argument: _merge_name(operator) for argument, operator in merge.items()}
+    return {argument: _operator(operator) for argument, operator in merge.items()}
 
 
-def _merge_name(operator: str) -> str:
-    name, _, kind = operator.partition(":")
-    if name in _MERGES and not kind:
-        return operator
-    if name in ("range", "multirange") and kind.isidentifier() and kind.isascii():
-        return operator
-    if not kind and name and all(part.isidentifier() and part.isascii() for part in name.split(".")):
-        if name == "range":
-            raise InvalidArgument(
-                "merge='range' needs the type of range, as in 'range:daterange'", argument="merge"
-            )
-        return operator
-    raise InvalidArgument(
-        f"{operator!r} is no way to merge; use one of {', '.join(sorted(_MERGES))}, range:<type>, "
-        "multirange:<type>, or the name of a registered function",
-        argument="merge",
-    )
+def _operator(operator: str) -> str:
+    if operator not in MERGES:
+        raise InvalidArgument(
+            f"{operator!r} is no way to merge; there are: {', '.join(sorted(MERGES))}. For a function of "
+            "your own, have it entered in the registry, and say action='merge' without merge",
+            argument="merge",
+        )
+    return operator
 
 
 def _not_both(one: str, first: object, other: str, second: object) -> None:

@@ -13,8 +13,9 @@ from shiftwork.errors import DatabaseUnavailable, ResultTimeout, UnknownJob
 from shiftwork.job import Attempt, Job, NewJob, Sent, State
 from shiftwork.stores.protocol import Protocol
 
-CHUNK_ROWS = 5_000
+CHUNK_ROWS = 1_000
 CHUNK_BYTES = 4 << 20
+FIRST_LOOK = 1.0
 
 _encoder = msgspec.json.Encoder()
 
@@ -123,7 +124,7 @@ def await_end(store: Protocol, job: int, timeout: float, poll: float) -> Plan[Jo
     First look, then begin to listen, then ask for announcements, then look again: from there on an end cannot
     pass unheard. The poll stands behind it, for announcements that are lost or never sent.
     """
-    until = time.monotonic() + timeout
+    until, pause = time.monotonic() + timeout, min(FIRST_LOOK, poll)
     found = yield from get(store, job)
     if not found.state.is_final and timeout > 0:
         yield Wait(job, 0)
@@ -138,5 +139,8 @@ def await_end(store: Protocol, job: int, timeout: float, poll: float) -> Plan[Jo
             yield Wait(job, min(1, left))  # away; it may come back in time
         else:
             if not found.state.is_final:
-                yield Wait(job, min(poll, left))
+                yield Wait(job, min(pause, left))
+                pause = min(
+                    2 * pause, poll
+                )  # an end that was just being written when we asked is not announced
     return found

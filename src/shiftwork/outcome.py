@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from shiftwork.codec import encode_result, safe_text
-from shiftwork.errors import Cancel, InvalidArgument, Poison, RetryLater, Snooze
+from shiftwork.errors import Cancel, InvalidArgument, RetryLater, Snooze
 from shiftwork.job import Job, State
 from shiftwork.retry import Retry, code_of
 
@@ -84,7 +84,7 @@ def describe(error: BaseException) -> dict[str, str]:
     """An error as it is stored: code, type, message, traceback. Never fails; always fits."""
     kind = type(error)
     return {
-        "code": safe_text("POISON" if isinstance(error, Poison) else code_of(error), 200),
+        "code": safe_text(code_of(error), 200),
         "type": safe_text(f"{kind.__module__}.{kind.__qualname__}", 500),
         "message": safe_text(_message(error), MAX_MESSAGE),
         "traceback": safe_text(_traceback(error)),

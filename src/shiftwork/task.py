@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -30,46 +29,38 @@ class Surroundings:
         raise NotImplementedError
 
 
-class Task(Generic[P, R]):
-    """Something that can be done now, by calling it, or later, by enqueueing it.
-
-    send_email.enqueue("ada@example.org", subject="hi")
-    send_email.using(delay=timedelta(minutes=5)).enqueue("ada@example.org", subject="hi")
-    send_email("ada@example.org", subject="hi")     # here and now: no queue, no retry, no record
-    """
+class Sending(Generic[P, R]):
+    """A task, and how its jobs are to be sent."""
 
     def __init__(
-        self,
-        app: Surroundings,
-        function: Callable[P, Any],
-        *,
-        name: str,
-        retry: Retry | None,
-        timeout: timedelta | None,
-        options: Mapping[str, Any],
+        self, app: Surroundings, signature: Signature, options: Mapping[str, Any], connection: object = None
     ) -> None:
-        functools.update_wrapper(cast("Any", self), function)
-        self.name = name
-        self.function = function
-        self.retry = retry
-        self.timeout = timeout
-        self.signature = Signature(name, function)
-        self._usual = Sending[P, R](app, self, options)
+        self.signature = signature
+        self._app = app
+        self._options = options
+        self._connection = connection
 
-    def __repr__(self) -> str:
-        return f"<Task {self.name}>"
-
-    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Enqueue a job with these arguments."""
-        return self._usual.enqueue(*args, **kwargs)
-
-    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Enqueue a job with these arguments."""
-        return await self._usual.aenqueue(*args, **kwargs)
+    @property
+    def name(self) -> str:
+        """What the task is called, in the database too."""
+        return self.signature.task
 
     def job(self, *args: P.args, **kwargs: P.kwargs) -> NewJob[R]:
         """A job with these arguments, for `app.enqueue_many`."""
-        return self._usual.job(*args, **kwargs)
+        payload = self.signature.encode(args, kwargs, self._app.settings.max_payload)
+        return NewJob(task=self.name, payload=payload, **self._options)
+
+    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Enqueue a job with these arguments."""
+        job, client = self.job(*args, **kwargs), self._app.client
+        [sent] = client.perform(operations.enqueue(client.store, [job]), self._connection)
+        return Handle(client, sent.id, self.signature.read_result, sent.outcome)
+
+    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Enqueue a job with these arguments."""
+        job, client = self.job(*args, **kwargs), self._app.client
+        [sent] = await client.aperform(operations.enqueue(client.store, [job]), self._connection)
+        return Handle(client, sent.id, self.signature.read_result, sent.outcome)
 
     def using(
         self,
@@ -107,7 +98,40 @@ class Task(Generic[P, R]):
             tags=tags,
             keep=keep,
         )
-        return self._usual.changed(chosen, connection)
+        overruled = {_RIVALS[name] for name in chosen if name in _RIVALS}
+        kept = {name: value for name, value in self._options.items() if name not in overruled}
+        return Sending(self._app, self.signature, kept | chosen, connection or self._connection)
+
+
+_RIVALS = {"delay": "run_at", "run_at": "delay", "expires_in": "expires_at", "expires_at": "expires_in"}
+
+
+class Task(Sending[P, R]):
+    """Something that can be done now, by calling it, or later, by enqueueing it.
+
+    send_email.enqueue("ada@example.org", subject="hi")
+    send_email.using(delay=timedelta(minutes=5)).enqueue("ada@example.org", subject="hi")
+    send_email("ada@example.org", subject="hi")     # here and now: no queue, no retry, no record
+    """
+
+    def __init__(
+        self,
+        app: Surroundings,
+        function: Callable[P, Any],
+        *,
+        name: str,
+        retry: Retry | None,
+        timeout: timedelta | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(app, Signature(name, function), options)
+        functools.update_wrapper(cast("Any", self), function)
+        self.function = function
+        self.retry = retry
+        self.timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<Task {self.name}>"
 
 
 class PlainTask(Task[P, R]):
@@ -124,34 +148,3 @@ class AsyncTask(Task[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
         result: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
         return result
-
-
-@dataclass(frozen=True, slots=True)
-class Sending(Generic[P, R]):
-    """A task, and how its jobs are to be sent."""
-
-    app: Surroundings
-    task: Task[P, R]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    connection: object = None
-
-    def changed(self, options: Mapping[str, Any], connection: object) -> Sending[P, R]:
-        """The same, with other options over these."""
-        return Sending(self.app, self.task, {**self.options, **options}, connection)
-
-    def job(self, *args: P.args, **kwargs: P.kwargs) -> NewJob[R]:
-        """A job with these arguments, for `app.enqueue_many`."""
-        payload = self.task.signature.encode(args, kwargs, self.app.settings.max_payload)
-        return NewJob(task=self.task.name, payload=payload, **self.options)
-
-    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Enqueue a job with these arguments."""
-        job, client = self.job(*args, **kwargs), self.app.client
-        [sent] = client.perform(operations.enqueue(client.store, [job]), self.connection)
-        return Handle(client, sent.id, self.task.signature.read_result, sent.outcome)
-
-    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Enqueue a job with these arguments."""
-        job, client = self.job(*args, **kwargs), self.app.client
-        [sent] = await client.aperform(operations.enqueue(client.store, [job]), self.connection)
-        return Handle(client, sent.id, self.task.signature.read_result, sent.outcome)
