@@ -139,7 +139,7 @@ class Server:
         keeper = _state(self.data).get("keeper")
         if not keeper or not _is_kept(self.data):
             raise EmbeddedError(f"The server in {self.data} has ended.{_tail(self.data)}")
-        os.kill(keeper, signal.SIGUSR1)
+        _send([keeper], signal.SIGUSR1)
         if not _wait(lambda: bool(_state(self.data).get("stays")), 10):
             raise EmbeddedError(
                 f"The keeper of {self.data} (process {keeper}) does not answer.{_tail(self.data)}"
@@ -919,7 +919,7 @@ def _stop(data: Path, *, now: bool) -> bool:
     state = _state(data)
     if not state or not _is_kept(data):
         return False
-    os.kill(state["keeper"], signal.SIGTERM if now else signal.SIGUSR2)
+    _send([state["keeper"]], signal.SIGTERM if now else signal.SIGUSR2)
     if not now:
         _wait(lambda: not _state(data).get("stays"), 10)
         if users := _users(data, state):
