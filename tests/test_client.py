@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, LiteralString
 from uuid import UUID
@@ -22,7 +24,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import namedtuple_row
 
 import shiftwork
-from shiftwork import App, Handle, Retry, Settings, State, operations
+from shiftwork import App, Handle, Retry, Settings, State, database, operations
 from shiftwork.errors import (
     ConfigurationError,
     DatabaseError,
@@ -296,6 +298,25 @@ def test_the_callers_own_retries_see_the_drivers_errors(app: App, dsn: str, conn
             connection.execute("lock table shiftwork.jobs in exclusive mode")
             with pytest.raises(psycopg.errors.LockNotAvailable):
                 task.using(connection=own).enqueue("Ada")
+
+
+def test_another_driver_can_make_itself_known(
+    app: App, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Foreign:
+        """A connection of a driver that we know nothing of."""
+
+        def fetch(self, text: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
+            return connection.execute(text.encode(), values).fetchall()
+
+    def lender(lent: object, schema: str) -> database.Execute | None:
+        if not isinstance(lent, Foreign):
+            return None
+        return lambda statement: lent.fetch(statement.text, statement.params)
+
+    monkeypatch.setattr(database, "LENDERS", [lender])
+    handle = declare(app).greet.using(connection=Foreign()).enqueue("Ada")
+    assert handle.info().payload == {"name": "Ada"}
 
 
 # Many
@@ -692,6 +713,21 @@ async def test_the_same_when_awaiting(aapp: App, dsn: str, connection: Connectio
             assert lost.value.maybe_committed is maybe
 
 
+async def test_a_caller_that_gives_up_leaves_nothing_behind(dsn: str, connection: Connection) -> None:
+    async with App(dsn, max_connections=1) as app:
+        task = declare(app).greet
+        with psycopg.connect(dsn, autocommit=True) as locker, nobody_gets_in(locker):
+            for _ in range(3):
+                stuck = asyncio.create_task(task.aenqueue("Ada"))
+                await asyncio.to_thread(until, lambda: is_stuck(connection))
+                stuck.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await stuck
+        assert (await task.aenqueue("Bob")).outcome == "created"
+        assert [job.payload for job in await app.ajobs()] == [{"name": "Bob"}]
+        assert backends(connection, "application_name = 'shiftwork client'") == 1
+
+
 def test_a_commit_that_is_not_answered_may_have_happened(app: App, connection: Connection) -> None:
     # spec: HO-32
     task = declare(app).greet
@@ -761,7 +797,7 @@ def test_an_app_serves_one_event_loop_after_another(dsn: str) -> None:
 
     async def once() -> Handle[str]:
         handle: Handle[str] = await task.aenqueue("Ada")
-        await app.aclose()
+        app.close()
         return handle
 
     assert len({asyncio.run(once()).id for _ in range(3)}) == 3
@@ -865,6 +901,16 @@ def test_what_is_no_connection_string_is_refused_as_such(dsn: str) -> None:
     with App(dsn) as app, pytest.raises(ConfigurationError) as refused:
         app.counts()
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("page", ["client.md", "deduplication.md"])
+def test_what_the_pages_show_works(page: str, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    monkeypatch.setenv("DATABASE_URL", dsn)
+    shown: dict[str, Any] = {"__name__": "shown"}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec", dont_inherit=True), shown)
+    shown["app"].close()
 
 
 def test_importing_the_package_is_light_and_all_names_are_there() -> None:

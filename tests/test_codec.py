@@ -12,7 +12,7 @@ from uuid import UUID
 import msgspec
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftwork.codec import Signature
@@ -328,6 +328,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(json_values)
 def test_any_json_is_either_stored_unchanged_or_refused_by_name(value: Any) -> None:
     signature = Signature("mail", mail)

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftwork.errors import Cancel, Poison, RetryLater, Snooze
@@ -184,6 +184,7 @@ def test_describing_an_error_never_fails_and_always_fits() -> None:
         assert b"\\u0000" not in stored
 
 
+@settings(deadline=None)
 @given(st.text(st.characters()), st.integers(0, 10), st.integers(1, 10))
 def test_every_ending_has_an_outcome(text: str, failures: int, max_attempts: int) -> None:
     job = a_job(failures=failures, max_attempts=max_attempts)

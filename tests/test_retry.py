@@ -4,7 +4,7 @@ import json
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftwork.errors import ConfigurationError, Poison
@@ -20,6 +20,7 @@ def test_the_default_doubles_from_thirty_seconds_to_an_hour() -> None:
     assert Retry().wait(0) == Retry().wait(-5) == timedelta(seconds=30)
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=-5, max_value=2**40), st.floats(min_value=0, max_value=1, exclude_max=True))
 def test_chance_moves_a_wait_by_a_fifth_at_most(failures: int, chance: float) -> None:
     # spec: SH-16

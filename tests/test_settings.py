@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as trying
 from hypothesis import strategies as st
 
 from shiftwork.errors import ConfigurationError
@@ -34,6 +35,7 @@ def test_what_is_not_a_duration_is_refused_with_an_example(text: str) -> None:
         parse_duration(text)
 
 
+@trying(deadline=None)
 @given(st.timedeltas(min_value=timedelta(), max_value=timedelta(days=1000)))
 def test_a_duration_that_is_written_reads_back_the_same(duration: timedelta) -> None:
     assert abs(parse_duration(format_duration(duration)) - duration) <= timedelta(microseconds=1)
@@ -62,6 +64,7 @@ def test_schema_names_that_could_do_harm_are_refused(name: str) -> None:
         check_schema(name)
 
 
+@trying(deadline=None)
 @given(st.text())
 def test_no_text_gets_through_as_schema_unless_it_needs_no_quotes(name: str) -> None:
     try:

@@ -296,19 +296,10 @@ class App(Surroundings):
         return Client(self.settings)
 
     def close(self) -> None:
-        """Close idle connections, and let go of the embedded server; the app can be used again."""
+        """Close the connections, of both worlds, and let go of the embedded server; it can be used again."""
         if self._client is not None:
             self._client.close()
-        self._let_go()
-
-    async def aclose(self) -> None:
-        """Close idle connections, and let go of the embedded server; the app can be used again."""
-        if self._client is not None:
-            await self._client.aclose()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self._client = None
+            self._client = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -324,7 +315,7 @@ class App(Surroundings):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        self.close()
 
     def _handle(self, name: str, id: int, outcome: Answer) -> Handle[Any]:  # noqa: A002
         task = self._tasks.get(name)

@@ -82,13 +82,9 @@ class Client:
             return await arun(self._end(job, timeout), self._aexecute, lambda step: wait(step.seconds))
 
     def close(self) -> None:
-        """Close the connections that blocking calls left idle."""
+        """Close all connections: what is idle now, and the rest when it comes back."""
         self._pool.close()
-
-    async def aclose(self) -> None:
-        """Close all idle connections."""
-        self._pool.close()
-        await self._apool.close()
+        self._apool.close()
 
     def _end(self, job: int, timeout: float | timedelta) -> Plan[Job]:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

@@ -119,13 +119,8 @@ def _cannot_wait(_: Wait) -> NoReturn:
 
 # Errors, all translated here.
 
-_AWAY = (
-    "08",
-    "57P",
-    "53",
-    "25006",
-    "58",
-)  # connection, shutdown, resources, read-only after a switchover, I/O
+# Lost connections, shutdown, no resources, read-only after a switchover, failing disks.
+_AWAY = ("08", "57P", "53", "25006", "58")
 _AGAIN = ("40001", "40P01", "55P03", "57014")  # the caller's own retry logic looks for these by their class
 
 
@@ -251,6 +246,7 @@ class Pool:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._closed = False
         self._renew()
 
     def _renew(self) -> None:
@@ -287,7 +283,7 @@ class Pool:
 
     def _put(self, connection: Connection[Any]) -> None:
         now = time.monotonic()
-        if _reusable(connection):
+        if _reusable(connection) and not self._closed:
             self._idle.append((connection, now))
         else:
             connection.close()
@@ -296,7 +292,8 @@ class Pool:
                 self._idle.popleft()[0].close()
 
     def close(self) -> None:
-        """Close what is idle; what is in use is closed by a later call."""
+        """Close what is idle now, and the rest when it comes back."""
+        self._closed = True
         if self._process == os.getpid():
             with suppress(IndexError):
                 while True:
@@ -310,6 +307,7 @@ class APool:
         self._settings = settings
         self._shelves: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shelf] = WeakKeyDictionary()
         self._process = os.getpid()
+        self._closed = False
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
@@ -347,19 +345,21 @@ class APool:
 
     async def _put(self, shelf: _Shelf, connection: AsyncConnection[Any]) -> None:
         now = time.monotonic()
-        if _reusable(connection):
+        if _reusable(connection) and not self._closed:
             shelf.idle.append((connection, now))
         else:
             await connection.close()
         while shelf.idle and now - shelf.idle[0][1] > IDLE_TOO_LONG:
             await shelf.idle.popleft()[0].close()
 
-    async def close(self) -> None:
-        """Close what is idle, in whichever event loop it was used."""
+    def close(self) -> None:
+        """Close what is idle now, in whichever event loop it was used, and the rest when it comes back."""
+        self._closed = True
         if self._process == os.getpid():
             for shelf in list(self._shelves.values()):
                 while shelf.idle:
-                    await shelf.idle.pop()[0].close()
+                    connection, _ = shelf.idle.pop()
+                    connection.pgconn.finish()  # nothing to wait for, so no event loop is needed
 
 
 @dataclass

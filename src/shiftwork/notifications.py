@@ -94,7 +94,7 @@ class Ear:
         try:
             if self._connection is None:
                 self._connection = self._call()
-                return set()
+                return None  # whatever was said before is lost
             return {note.payload for note in self._connection.notifies(timeout=seconds, stop_after=1)}
         except (psycopg.Error, ShiftworkError, OSError):
             self._hang_up()
@@ -166,7 +166,7 @@ class AEar:
         try:
             if self._connection is None:
                 self._connection = await self._call()
-                return set()
+                return None  # whatever was said before is lost
             notes = self._connection.notifies(timeout=seconds, stop_after=1)
             return {note.payload async for note in notes}
         except (psycopg.Error, ShiftworkError, OSError):

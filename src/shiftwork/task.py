@@ -98,9 +98,10 @@ class Sending(Generic[P, R]):
             tags=tags,
             keep=keep,
         )
+        lent = self._connection if connection is None else connection
         overruled = {_RIVALS[name] for name in chosen if name in _RIVALS}
         kept = {name: value for name, value in self._options.items() if name not in overruled}
-        return Sending(self._app, self.signature, kept | chosen, connection or self._connection)
+        return Sending(self._app, self.signature, kept | chosen, lent)
 
 
 _RIVALS = {"delay": "run_at", "run_at": "delay", "expires_in": "expires_at", "expires_at": "expires_in"}
