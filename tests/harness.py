@@ -67,7 +67,7 @@ class Protocol:
     ) -> Claimed:
         wishes = [{"queue": queue} if isinstance(queue, str) else queue for queue in queues or ("default",)]
         request = {"worker": worker, "queues": wishes, "want": want, "tasks": tasks, **more}
-        report, *jobs = self.rows("select * from {}.claim(%s)", json.dumps(request))
+        *jobs, report = self.rows("select * from {}.claim(%s)", json.dumps(request))
         jobs.sort(key=lambda job: (job["priority"], job["run_at"], job["id"]))
         return Claimed(report["payload"], jobs)
 

@@ -64,13 +64,14 @@ grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operato
 grant usage, select, update on sequence shiftwork.claims to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
-  shiftwork.promote(int, bigint), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
-  shiftwork.settle_together(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
+  shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
+  shiftwork.told(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
   shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.register_worker(jsonb),
   shiftwork.leave(bigint), shiftwork.lease_of(jsonb), shiftwork.holds(jsonb), shiftwork.reap(bigint, int, boolean), shiftwork.take_back(bigint[]),
   shiftwork.expire(int), shiftwork.fence(bigint, int), shiftwork.finish(bigint[], shiftwork.job_state, jsonb),
-  shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, timestamptz),
-  shiftwork.days_kept(int, shiftwork.job_state, shiftwork.queues, shiftwork.queues), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
+  shiftwork.finish_together(bigint[], shiftwork.job_state, jsonb), shiftwork.will_pass(text),
+  shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
+  shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
   shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int)
   to shiftwork_worker, shiftwork_operator;
 

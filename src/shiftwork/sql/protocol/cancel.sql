@@ -1,26 +1,25 @@
 -- Cancel jobs. One that somebody holds gets a signal, and its handler is told; it ends as it then ends.
 -- Answers for each: cancelled, signalled, finished (too late), or unknown.
 create or replace function shiftwork.cancel(ids bigint[], reason text default null, actor text default null)
-returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan as $$
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   free bigint[];
   held bigint[];
 begin
+  -- Everyone asks first, in the order of ids: who cancels the same jobs waits here, and holds nothing yet that another needs.
+  insert into shiftwork.signals (job, reason, actor)
+  select job.id, reason, coalesce(actor, session_user) from shiftwork.jobs as job where job.id = any(ids) order by job.id
+  on conflict (job) do nothing;
   free := array(
     select job.id from shiftwork.jobs as job
      where job.id = any(ids) and job.state <> 'running' order by job.id for update skip locked);
   if cardinality(free) > 0 then
-    perform shiftwork.finish(free, 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')));
+    free := shiftwork.finish(free, 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')));
   end if;
-  -- What is left is running, or just being moved by someone: the signal outlasts both.
-  with asked as (
-    insert into shiftwork.signals (job, reason, actor)
-    select job.id, reason, coalesce(actor, session_user) from shiftwork.jobs as job where job.id = any(ids) order by job.id
-    on conflict (job) do nothing returning job
-  )
-  select array_agg(asked.job) into held from asked;
-  held := array(select signal.job from shiftwork.signals as signal where signal.job = any(ids));
+  -- What is left is running, or just being moved by someone, or cannot be moved now: the signal outlasts that.
+  held := array(select signal.job from shiftwork.signals as signal
+                 where signal.job = any(ids) and exists (select from shiftwork.jobs as job where job.id = signal.job));
   if cardinality(held) > 0 and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_cancel', one::text) from unnest(held) as one;
   end if;

@@ -1,153 +1,190 @@
 -- Claim: the first ready jobs of some queues, in `priority, run_at, id` order, for a worker that holds its lease.
 --
--- request: {"worker": 17, "queues": [{"queue": "mail", "want": 5, "places": {"0": [run_at, id]}}, …],
+-- request: {"worker": 17, "queues": [{"queue": "mail", "want": 5, "places": {"0": [run_at, id]}, "mixed": false}, …],
 --           "want": 10, "start": 10, "tasks": ["send_email", …], "examine": 1000, "due": 1700000000000000}
 --
 -- Queues are served in the order given, each up to its want, all together up to the outer one. `tasks` are those that
 -- the worker knows (left out: all). The first `start` jobs go straight to slots and count as started (left out: all).
 --
--- `places` and `due` are the cursor that the last answer gave. Dead index entries pile up at the front of a queue, and no
--- vacuum removes them while an old transaction is open; reading on from the last row examined skips them. There is one
--- place per known priority, in epoch microseconds and id, and what lies before and between the known priorities is always
--- read: a more urgent newcomer never waits. At most `examine` rows are looked at behind one place, whatever is filtered
--- out of them. So a short answer does not mean that a queue is empty: look without places once a second.
+-- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
+-- many were taken; whether the worker is still alive in the eyes of the database; whether there may be more; when there
+-- is not, the seconds until the next job falls due; which queues are `mixed`, which is to be said of them next time; and
+-- `places` and `due`, for a cursor:
 --
--- The first row of the answer is a report, with id 0 and in its payload: the claim's number; whether the worker is still
--- alive in the eyes of the database; for each queue how many were taken and the new places; whether there may be more;
--- and when something was left to take, the seconds until the next job falls due.
+-- Dead index entries pile up at the front of a queue, and no vacuum removes them while an old transaction is open. Reading
+-- on from the last row examined skips them. A client keeps one place per queue and priority, in epoch microseconds and
+-- id: that of the last job it got, or behind it, where the looking ended, if the report says so. What lies before and
+-- between the known priorities is always read: a more urgent newcomer never waits. At most `examine` rows are looked at
+-- behind one place, whatever is filtered out of them. So a short answer to a request with places does not mean that a
+-- queue is empty: look without them at least once a second.
 create or replace function shiftwork.claim(request jsonb) returns setof shiftwork.jobs
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   present constant timestamptz := shiftwork.clock();
-  holder constant bigint := (request ->> 'worker')::bigint;
-  known constant text[] := case jsonb_typeof(request -> 'tasks') when 'array'
-                           then array(select jsonb_array_elements_text(request -> 'tasks')) end;
-  starting constant int := coalesce((request ->> 'start')::int, 1000000);
-  examine constant int := least(greatest(coalesce((request ->> 'examine')::int, 1000), 1), 100000);
-  wanted int := least(coalesce((request ->> 'want')::int, 1000), 10000);
-  number bigint;
+  asked record;
   due record;
-  paused text[];
-  wish record;
   range record;
+  served bigint;
+  wanted int;
   want int;
-  places jsonb;
-  ids bigint[];
-  priorities int[];
-  times timestamptz[];
+  starting int;
+  chunk int;
+  got int;
+  taken int := 0;
+  ends jsonb;
   examined int;
-  taken bigint[] := '{}';
-  queues jsonb := '{}';
+  places jsonb := '{}';
+  mixed boolean;
+  mixed_queues text[] := '{}';
   more boolean := false;
   report shiftwork.jobs;
 begin
   report.id := 0;
-  -- This lock keeps the reaper from calling the worker gone while it claims; its heartbeats pass.
-  perform from shiftwork.workers as worker
-    where worker.id = holder and worker.gone_at is null and worker.lease_until > present for key share;
+  -- The lock keeps the reaper from calling this worker gone while it claims; its heartbeats pass.
+  select worker.id as worker, nextval('shiftwork.claims') as number,
+         least(coalesce(given.want, 1000), 10000) as want, given.start,
+         least(greatest(coalesce(given.examine, 1000), 1), 100000) as examine,
+         case jsonb_typeof(given.tasks) when 'array' then array(select jsonb_array_elements_text(given.tasks)) end as tasks,
+         coalesce(given.due, 0) as due,
+         exists (select from shiftwork.jobs as job where job.state = 'scheduled' and job.run_at <= present
+                    and job.run_at >= shiftwork.place_time(given.due)) as is_due,
+         (select array_agg(pause.name) from shiftwork.pauses as pause
+           where pause.kind = 'task' and (pause.until is null or pause.until > present)) as paused_tasks
+    into asked
+    from jsonb_to_record(request) as given (worker bigint, want int, start int, examine int, due bigint, tasks jsonb)
+    join shiftwork.workers as worker on worker.id = given.worker and worker.gone_at is null and worker.lease_until > present
+     for key share of worker;
   if not found then
-    report.payload := '{"alive": false, "taken": 0}';
+    report.payload := '{"alive": false, "taken": 0, "more": false, "places": {}, "mixed": []}';
     return next report;
     return;
   end if;
-  number := nextval('shiftwork.claims');
-  select * into due from shiftwork.promote(1000, coalesce((request ->> 'due')::bigint, 0));
-  paused := array(select pause.kind || ' ' || pause.name from shiftwork.pauses as pause
-                   where pause.until is null or pause.until > present);
+  wanted := asked.want;
+  starting := coalesce(asked.start, wanted);
+  if asked.is_due then
+    select * into due from shiftwork.promote(1000, asked.due);
+  else
+    select 0 as promoted, asked.due as reached, null::timestamptz as earliest into due;
+  end if;
 
-  for wish in
-    select one.queue, one.want, coalesce(one.places, '{}') as places
-      from jsonb_to_recordset(request -> 'queues') as one (queue text, want int, places jsonb)
+  -- Queue by queue: each range begins behind a place and ends before the next known priority.
+  for range in
+    select ahead.* from (
+      select wish.ordinal, wish.queue, wish.want, coalesce(wish.mixed, false) as mixed, place.priority, place.run_at, place.id,
+             lead(place.priority, 1, 2147483648) over (partition by wish.ordinal order by place.priority) as until_priority
+        from rows from (jsonb_to_recordset(request -> 'queues') as (queue text, want int, places jsonb, mixed boolean))
+               with ordinality as wish (queue, want, places, mixed, ordinal)
+             cross join lateral (
+               select -2147483649 as priority, timestamptz '-infinity' as run_at, 0::bigint as id
+               union all
+               select one.key::bigint, least(shiftwork.place_time((one.value ->> 0)::bigint),
+                                             due.earliest - interval '1 microsecond'), (one.value ->> 1)::bigint
+                 from jsonb_each(wish.places) as one) as place
+       where not exists (select from shiftwork.pauses as pause where pause.kind = 'queue' and pause.name = wish.queue
+                            and (pause.until is null or pause.until > present))) as ahead
+     where exists (select from shiftwork.jobs as job
+                    where job.state = 'ready' and job.queue = ahead.queue and job.priority < ahead.until_priority
+                      and (job.priority, job.run_at, job.id) > (ahead.priority, ahead.run_at, ahead.id))
+     order by ahead.ordinal, ahead.priority
   loop
-    want := least(coalesce(wish.want, wanted), wanted);
-    continue when want <= 0 or 'queue ' || wish.queue = any(paused);
-    places := wish.places;
+    exit when wanted <= 0;
+    if served is distinct from range.ordinal then
+      served := range.ordinal;
+      want := least(coalesce(range.want, wanted), wanted);
+    end if;
+    if want <= 0 then
+      more := true;
+      continue;
+    end if;
+    mixed := range.mixed;
 
-    -- Each range begins behind a place and ends before the next known priority.
-    for range in
-      select place.priority, place.run_at, place.id,
-             lead(place.priority, 1, 2147483648) over (order by place.priority) as until_priority
-        from (select -2147483648 as priority, timestamptz '-infinity' as run_at, 0::bigint as id
-              union all
-              select one.key::int, least(timestamptz 'epoch' + (one.value ->> 0)::bigint * interval '1 microsecond',
-                                         due.earliest - interval '1 microsecond'), (one.value ->> 1)::bigint
-                from jsonb_each(wish.places) as one) as place
-       order by place.priority
+    -- Chunks: those that start at once, and those that are fetched ahead. Rows are locked and updated by where they lie,
+    -- since nobody moves a row that we have locked.
     loop
-      select array_agg(candidate.id), array_agg(candidate.priority), array_agg(candidate.run_at)
-        into ids, priorities, times
-        from (
-          select job.id, seen.priority, seen.run_at
-            from (select ahead.id, ahead.priority, ahead.run_at, ahead.task, ahead.expires_at
-                    from shiftwork.jobs as ahead
-                   where ahead.state = 'ready' and ahead.queue = wish.queue
-                     and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
-                     and ahead.priority < range.until_priority
-                   order by ahead.priority, ahead.run_at, ahead.id limit examine) as seen
-            join shiftwork.jobs as job on job.id = seen.id
-           where (known is null or seen.task = any(known)) and 'task ' || seen.task <> all(paused)
-             and (seen.expires_at is null or seen.expires_at > present)
-             and job.state = 'ready' and job.attempt < 1000000000
-           limit want for update of job skip locked
-        ) as candidate;
-
-      if cardinality(ids) = want and priorities[1] = priorities[want] then
-        places := places || jsonb_build_object(priorities[1], jsonb_build_array((extract(epoch from times[want]) * 1000000)::bigint, ids[want]));
-      elsif cardinality(ids) = want then
-        places := places || (
-          select jsonb_object_agg(last.priority, jsonb_build_array((extract(epoch from last.run_at) * 1000000)::bigint, last.id))
-            from (select distinct on (one.priority) one.*
-                    from unnest(priorities, times, ids) as one (priority, run_at, id)
-                   order by one.priority, one.run_at desc, one.id desc) as last);
+      chunk := case when starting > 0 then least(want, starting) else want end;
+      if mixed then
+        -- Looked at first and locked then, so that a row which is not for us stays free for whom it is for.
+        return query
+        update shiftwork.jobs as job
+           set state = 'running', attempt = job.attempt + 1, worker = asked.worker, claim = asked.number,
+               claimed_at = present, started_at = case when starting > 0 then present end,
+               held_key = case when job.unique_scope = 'pending' then null else job.held_key end
+         where job.ctid = any(array(
+           select front.ctid
+             from (select ahead.ctid, ahead.task, ahead.expires_at, ahead.attempt
+                     from shiftwork.jobs as ahead
+                    where ahead.state = 'ready' and ahead.queue = range.queue
+                      and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
+                      and ahead.priority < range.until_priority
+                    order by ahead.priority, ahead.run_at, ahead.id limit asked.examine) as seen
+             join shiftwork.jobs as front on front.ctid = seen.ctid
+            where (asked.tasks is null or seen.task = any(asked.tasks))
+              and (asked.paused_tasks is null or seen.task <> all(asked.paused_tasks))
+              and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000
+              and front.state = 'ready'
+            limit chunk for update of front skip locked))
+        returning job.*;
       else
-        -- Short: the places are where the looking ended, so that what was filtered out is not looked at again.
-        select coalesce(jsonb_object_agg(last.priority, jsonb_build_array((extract(epoch from last.run_at) * 1000000)::bigint, last.id)), '{}'),
-               coalesce(sum(last.rows), 0)
-          into report.payload, examined
-          from (select seen.priority, max(seen.run_at) as run_at,
-                       (array_agg(seen.id order by seen.run_at desc, seen.id desc))[1] as id, count(*) as rows
-                  from (select ahead.id, ahead.priority, ahead.run_at
-                          from shiftwork.jobs as ahead
-                         where ahead.state = 'ready' and ahead.queue = wish.queue
-                           and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
-                           and ahead.priority < range.until_priority
-                         order by ahead.priority, ahead.run_at, ahead.id limit examine) as seen
-                 group by seen.priority) as last;
-        places := places || report.payload;
-        more := more or examined >= examine;
+        -- The front of a queue that is all ours, in one go.
+        return query
+        update shiftwork.jobs as job
+           set state = 'running', attempt = job.attempt + 1, worker = asked.worker, claim = asked.number,
+               claimed_at = present, started_at = case when starting > 0 then present end,
+               held_key = case when job.unique_scope = 'pending' then null else job.held_key end
+         where job.ctid = any(array(
+           select seen.ctid
+             from (select ahead.ctid, ahead.task, ahead.expires_at, ahead.attempt
+                     from shiftwork.jobs as ahead
+                    where ahead.state = 'ready' and ahead.queue = range.queue
+                      and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
+                      and ahead.priority < range.until_priority
+                    order by ahead.priority, ahead.run_at, ahead.id limit chunk for update skip locked) as seen
+            where (asked.tasks is null or seen.task = any(asked.tasks))
+              and (asked.paused_tasks is null or seen.task <> all(asked.paused_tasks))
+              and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000))
+        returning job.*;
       end if;
-      taken := taken || ids;
-      want := want - coalesce(cardinality(ids), 0);
-      wanted := wanted - coalesce(cardinality(ids), 0);
+      get diagnostics got = row_count;
+      taken := taken + got;
+      wanted := wanted - got;
+      want := want - got;
+      starting := starting - got;
       exit when want <= 0;
-    end loop;
-    more := more or want <= 0;
-    queues := queues || jsonb_build_object(wish.queue, places);
-  end loop;
+      continue when got = chunk;
 
-  report.payload := jsonb_build_object('alive', true, 'claim', number, 'taken', cardinality(taken), 'places', queues,
-                                       'more', more, 'due', due.reached, 'promoted', due.promoted);
+      -- Short. What is left is held by others or not for us; where the looking ended, it need not be looked at again.
+      select jsonb_object_agg(last.priority, jsonb_build_array((extract(epoch from last.run_at) * 1000000)::bigint, last.id)),
+             coalesce(sum(last.many), 0)
+        into ends, examined
+        from (select seen.priority, max(seen.run_at) as run_at,
+                     (array_agg(seen.id order by seen.run_at desc, seen.id desc))[1] as id, count(*) as many
+                from (select ahead.id, ahead.priority, ahead.run_at
+                        from shiftwork.jobs as ahead
+                       where ahead.state = 'ready' and ahead.queue = range.queue
+                         and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
+                         and ahead.priority < range.until_priority
+                       order by ahead.priority, ahead.run_at, ahead.id limit asked.examine) as seen
+               group by seen.priority) as last;
+      exit when examined = 0;
+      if mixed then
+        more := more or examined >= asked.examine;
+        mixed_queues := mixed_queues || range.queue::text;
+        places := jsonb_set(places, array[range.queue], coalesce(places -> range.queue, '{}') || ends);
+        exit;
+      end if;
+      mixed := true;
+    end loop;
+  end loop;
+  more := more or wanted <= 0;
+
+  report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
+                                       'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted);
   if not more then
     report.payload := report.payload || jsonb_build_object('next_due_in', (
       select extract(epoch from job.run_at - present) from shiftwork.jobs as job
-       where job.state = 'scheduled' and job.run_at >= timestamptz 'epoch' + due.reached * interval '1 microsecond'
+       where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached)
        order by job.run_at limit 1));
   end if;
   return next report;
-
-  return query
-  update shiftwork.jobs as job
-     set state = 'running', attempt = job.attempt + 1, worker = holder, claim = number, claimed_at = present,
-         started_at = present, held_key = case when job.unique_scope = 'pending' then null else job.held_key end
-   where job.id = any(taken[1:starting])
-  returning job.*;
-  if cardinality(taken) > starting then
-    return query
-    update shiftwork.jobs as job
-       set state = 'running', attempt = job.attempt + 1, worker = holder, claim = number, claimed_at = present,
-           held_key = case when job.unique_scope = 'pending' then null else job.held_key end
-     where job.id = any(taken[starting + 1:])
-    returning job.*;
-  end if;
 end $$;

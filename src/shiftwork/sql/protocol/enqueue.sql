@@ -71,11 +71,12 @@ declare
   fresh shiftwork.jobs;
   twin record;
   action text;
+  how constant jsonb := nullif(wish -> 'merge', 'null');
   since timestamptz;
 begin
   select * into known from shiftwork.tasks where name = wish ->> 'task';
   fresh.task := wish ->> 'task';
-  fresh.payload := coalesce(wish -> 'payload', '{}');
+  fresh.payload := coalesce(nullif(wish -> 'payload', 'null'), '{}');
   fresh.queue := coalesce(wish ->> 'queue', known.queue, 'default');
   fresh.priority := coalesce((wish ->> 'priority')::int, known.priority, 0);
   fresh.max_attempts := coalesce((wish ->> 'max_attempts')::int, known.max_attempts, 5);
@@ -136,8 +137,19 @@ begin
     end if;
 
     if action in ('replace', 'merge') then
-      select job.id, job.payload into twin from shiftwork.jobs as job
-       where job.task = fresh.task and job.held_key = fresh.unique_key for update;   -- a claim may be taking it
+      select job.id, job.payload, job.state into twin from shiftwork.jobs as job
+       where job.task = fresh.task and job.held_key = fresh.unique_key and job.state in ('ready', 'scheduled', 'blocked')
+         for update;                                                                 -- a claim may be taking it
+      if not found then
+        -- One that holds its key while it runs cannot be given other arguments any more.
+        select job.id into id from shiftwork.jobs as job where job.task = fresh.task and job.held_key = fresh.unique_key
+           and job.state in ('running', 'waiting');
+        if found then
+          outcome := 'existing';
+          return;
+        end if;
+        continue;
+      end if;
     else
       select job.id, job.payload, job.queue, job.priority, job.max_attempts, job.tags into twin from shiftwork.jobs as job
        where job.task = fresh.task and job.held_key = fresh.unique_key;
@@ -159,8 +171,8 @@ begin
       outcome := 'existing';
     else
       if action = 'merge' then
-        fresh.payload := shiftwork.merge_payload(coalesce(wish -> 'merge', known.merge), twin.payload, fresh.payload,
-                                                 registered => wish -> 'merge' is null);
+        fresh.payload := shiftwork.merge_payload(coalesce(how, known.merge), twin.payload, fresh.payload,
+                                                 registered => how is null);
         outcome := 'merged';
       else
         outcome := 'replaced';
@@ -168,7 +180,8 @@ begin
       perform shiftwork.check_payload(fresh.task, fresh.payload);
       update shiftwork.jobs as job
          set payload = fresh.payload, queue = fresh.queue, priority = fresh.priority, max_attempts = fresh.max_attempts,
-             run_at = fresh.run_at, state = fresh.state, expires_at = fresh.expires_at, tags = fresh.tags, keep = fresh.keep
+             run_at = fresh.run_at, state = case when job.state = 'blocked' then job.state else fresh.state end,
+             expires_at = fresh.expires_at, tags = fresh.tags, keep = fresh.keep
        where job.id = twin.id;
       perform shiftwork.wake(array[fresh.queue]);
   end case;

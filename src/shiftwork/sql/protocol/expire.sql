@@ -1,7 +1,7 @@
--- Jobs that nobody started in time are expired; so are dealt with those that a verb could not end where it found them: a signal
--- for a job that nobody holds any more, and a job whose attempts cannot be counted further. Says how many ended.
+-- Jobs that nobody started in time are expired. A job that was to be cancelled and that nobody holds any more is cancelled.
+-- Says how many ended.
 create or replace function shiftwork.expire(most int default 1000) returns int
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   present constant timestamptz := shiftwork.clock();
@@ -13,10 +13,12 @@ begin
      where job.expires_at is not null and job.state in ('ready', 'scheduled', 'blocked') and job.expires_at <= present
      order by job.expires_at, job.id limit most for update skip locked);
   if cardinality(late) > 0 then
-    perform shiftwork.finish(late, 'expired', shiftwork.failure('TASK_EXPIRED', 'nobody started it before its deadline'));
+    late := shiftwork.finish(late, 'expired', shiftwork.failure('TASK_EXPIRED', 'nobody started it before its deadline'));
   end if;
   if exists (select from shiftwork.signals) then
-    delete from shiftwork.signals as signal where not exists (select from shiftwork.jobs as job where job.id = signal.job);
+    delete from shiftwork.signals as signal where signal.job = any(array(
+      select late.job from shiftwork.signals as late
+       where not exists (select from shiftwork.jobs as job where job.id = late.job) order by late.job for update skip locked));
     unheld := shiftwork.finish_signalled(array(
       select job.id from shiftwork.signals as signal join shiftwork.jobs as job on job.id = signal.job
        where job.state in ('ready', 'scheduled', 'blocked', 'waiting') order by job.id limit most for update of job skip locked));

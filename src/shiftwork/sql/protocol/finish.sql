@@ -1,31 +1,63 @@
+-- The day by the clock, in UTC: days begin for everyone at once.
+create or replace function shiftwork.today() returns date language sql stable as $$
+  select (shiftwork.clock() at time zone 'UTC')::date
+$$;
+
 -- The day on which a finished job may be forgotten: after so many whole days; beyond a month in coarser steps.
-create or replace function shiftwork.forget_on(days int, finished timestamptz) returns date language sql immutable as $$
+create or replace function shiftwork.forget_on(days int, ended date) returns date language sql immutable as $$
   select case
-    when days > 36500 then date 'infinity'
-    when days <= 31 then (finished at time zone 'UTC')::date + days + 1
-    when days <= 366 then (date_trunc('month', (finished at time zone 'UTC') + make_interval(days => days)) + interval '1 month')::date
-    else (date_trunc('year', (finished at time zone 'UTC') + make_interval(days => days)) + interval '1 year')::date
-  end
+    when days <= 31 then ended + days + 1
+    when days <= 366 then (date_trunc('month', (ended + days)::timestamp) + interval '1 month')::date
+    when days <= 36500 then (date_trunc('year', (ended + days)::timestamp) + interval '1 year')::date
+    else 'infinity' end
 $$;
 
--- How many days a job is kept: as its sender, its queue or the default row says.
-create or replace function shiftwork.days_kept(
-  keep int, state shiftwork.job_state, rule shiftwork.queues, fallback shiftwork.queues) returns int language sql immutable as $$
-  select coalesce(keep, case state
-    when 'completed' then coalesce((rule).keep_completed, (fallback).keep_completed)
-    when 'failed' then coalesce((rule).keep_failed, (fallback).keep_failed)
-    when 'cancelled' then coalesce((rule).keep_cancelled, (fallback).keep_cancelled)
-    else coalesce((rule).keep_expired, (fallback).keep_expired) end, 30)
+-- How many days a job is kept: as its sender, its queue or the row for all queues says.
+create or replace function shiftwork.days_kept(keep int, state shiftwork.job_state, queue text) returns int
+language sql stable as $$
+  select coalesce(keep, (
+    select rule.days from (
+      select one.name, case state when 'completed' then one.keep_completed when 'failed' then one.keep_failed
+                                  when 'cancelled' then one.keep_cancelled else one.keep_expired end as days
+        from shiftwork.queues as one where one.name in (days_kept.queue, '*')) as rule
+     where rule.days is not null order by rule.name = '*' limit 1), 30)
 $$;
 
--- Move jobs, locked by the caller, to history with one ending for all. What was asked of them is settled with that.
-create or replace function shiftwork.finish(ids bigint[], ending shiftwork.job_state, failure jsonb) returns void
-language plpgsql set plan_cache_mode = force_generic_plan as $$
+-- Move jobs, locked by the caller, to history with one ending for all. One that cannot be written there (a trigger of the
+-- user's says no) stays where it is and stops nobody else. Says which went.
+create or replace function shiftwork.finish(ids bigint[], ending shiftwork.job_state, failure jsonb) returns bigint[]
+language plpgsql as $$
+declare
+  one bigint;
+  gone bigint[] := '{}';
+begin
+  perform shiftwork.finish_together(ids, ending, failure);
+  return ids;
+exception when others then
+  if shiftwork.will_pass(sqlstate) then
+    raise;
+  end if;
+  if cardinality(ids) = 1 then
+    raise warning 'job % cannot be moved to history: %', ids[1], sqlerrm;
+    return '{}';
+  end if;
+  foreach one in array ids loop
+    gone := gone || shiftwork.finish(array[one], ending, failure);
+  end loop;
+  return gone;
+end $$;
+
+-- Is this error about the moment (connection, deadlock, resources, lock timeout, shutdown) and not about a row?
+create or replace function shiftwork.will_pass(sqlstate text) returns boolean language sql immutable as $$
+  select left(will_pass.sqlstate, 2) in ('08', '25', '40', '53', '55', '57', '58')
+$$;
+
+-- What was asked of the jobs is settled with that.
+create or replace function shiftwork.finish_together(ids bigint[], ending shiftwork.job_state, failure jsonb) returns void
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   present timestamptz := shiftwork.clock();
-  fallback shiftwork.queues;
 begin
-  select * into fallback from shiftwork.queues where name = '*';
   with gone as (
     delete from shiftwork.jobs as job where job.id = any(ids) returning job.*
   )
@@ -35,8 +67,8 @@ begin
   select gone.id, ending, gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
          gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.worker, gone.claim, gone.keep,
          gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, gone.result, failure,
-         shiftwork.forget_on(shiftwork.days_kept(gone.keep, ending, rule, fallback), present)
-    from gone left join shiftwork.queues as rule on rule.name = gone.queue;
+         shiftwork.forget_on(shiftwork.days_kept(gone.keep, ending, gone.queue), shiftwork.today())
+    from gone;
   delete from shiftwork.signals as signal where signal.job = any(ids);
   perform shiftwork.announce(ids);
 end $$;
@@ -48,8 +80,8 @@ declare
   ended bigint[] := '{}';
 begin
   for asked in select signal.job, signal.reason from shiftwork.signals as signal where signal.job = any(ids) loop
-    perform shiftwork.finish(array[asked.job], 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(asked.reason, 'cancelled')));
-    ended := ended || asked.job;
+    ended := ended || shiftwork.finish(array[asked.job], 'cancelled',
+                                       shiftwork.failure('TASK_CANCELLED', coalesce(asked.reason, 'cancelled')));
   end loop;
   return ended;
 end $$;

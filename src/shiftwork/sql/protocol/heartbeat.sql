@@ -8,7 +8,7 @@
 -- The answer: {"alive": true, "lost": [id, …], "cancel": [{"id", "reason"}, …], "strays": [id, …]}. A worker that is
 -- not alive was given up by the reaper: all it held is lost, and it has to register anew.
 create or replace function shiftwork.heartbeat(request jsonb) returns jsonb
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   present constant timestamptz := shiftwork.clock();
@@ -29,7 +29,8 @@ begin
   end if;
 
   -- By primary key, never by worker: the index of what runs is full of dead entries.
-  select array_agg(hold.id), coalesce(jsonb_agg(hold.id) filter (where job.id is null), '[]') into mine, lost
+  select array_agg(job.id) filter (where job.id is not null), coalesce(jsonb_agg(hold.id) filter (where job.id is null), '[]')
+    into mine, lost
     from shiftwork.holds(request -> 'held') as hold
     left join lateral (
       select held.id from shiftwork.jobs as held

@@ -1,12 +1,17 @@
+-- A place in time, as cursors carry it: epoch microseconds. None, or one that is not positive, is before everything.
+create or replace function shiftwork.place_time(place bigint) returns timestamptz language sql immutable as $$
+  select case when place > 0 then timestamptz 'epoch' + place * interval '1 microsecond' else '-infinity' end
+$$;
+
 -- Jobs whose time has come may be claimed: part of every fill, by any worker. `after` is a cursor of the caller's: it has
 -- seen everything due before that (epoch microseconds). Says how many, how far it looked, and the earliest of them.
 create or replace function shiftwork.promote(
   most int default 1000, after bigint default 0, out promoted int, out reached bigint, out earliest timestamptz)
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   present timestamptz := shiftwork.clock();
-  since timestamptz := timestamptz 'epoch' + after * interval '1 microsecond';
+  since constant timestamptz := shiftwork.place_time(after);
   ids bigint[];
   times timestamptz[];
 begin

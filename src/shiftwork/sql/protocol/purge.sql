@@ -5,7 +5,7 @@
 create or replace function shiftwork.extend_history() returns int
 language plpgsql security definer set search_path = shiftwork, pg_temp set lock_timeout = '2s' as $$
 declare
-  today constant date := (shiftwork.clock() at time zone 'UTC')::date;
+  today constant date := shiftwork.today();
   longest int;
   day date;
   name text;
@@ -18,12 +18,12 @@ begin
     unnest(array[queue.keep_completed, queue.keep_failed, queue.keep_cancelled, queue.keep_expired]) as days
    where days <= 36500;
   for day in
-    select today + ahead from generate_series(0, 39) as ahead
+    select today + ahead from generate_series(1, 39) as ahead
     union
-    select (date_trunc('month', today) + make_interval(months => ahead))::date from generate_series(1, 14) as ahead
+    select (date_trunc('month', today::timestamp) + make_interval(months => ahead))::date from generate_series(1, 14) as ahead
      where longest > 31
     union
-    select (date_trunc('year', today) + make_interval(years => ahead))::date from generate_series(1, 12) as ahead
+    select (date_trunc('year', today::timestamp) + make_interval(years => ahead))::date from generate_series(1, 12) as ahead
      where longest > 366 and ahead <= longest / 365 + 2
     order by 1
   loop
@@ -44,14 +44,20 @@ begin
   return made;
 end $$;
 
--- Forget what may be forgotten: partitions of days that have come are emptied, which locks only them, and then dropped or, with
--- `archive`, detached and kept under another name. What lies in the default partition goes in batches. Says how many
--- partitions went and how many jobs.
+-- Forget what may be forgotten: partitions of days that have come are dropped or, with `archive`, detached and kept as
+-- archive_<day>, with the jobs' attempts, logs and progress beside them. What lies in the default partition goes in
+-- batches. Says how many partitions went and how many jobs.
+--
+-- Dropping needs all of history for a moment. That lock is taken before any on a partition, as everyone does who reads: so
+-- nobody waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
+-- emptied, which locks only that one, and the rest is left to the next time.
 create or replace function shiftwork.purge(archive boolean default false, most int default 5000, out partitions int, out jobs bigint)
-language plpgsql security definer set search_path = shiftwork, pg_temp set lock_timeout = '2s' as $$
+language plpgsql security definer set search_path = shiftwork, pg_temp set lock_timeout = '200ms' as $$
 declare
-  today constant date := (shiftwork.clock() at time zone 'UTC')::date;
-  part record;
+  today constant date := shiftwork.today();
+  names text[];
+  filled boolean;
+  name text;
   many bigint;
 begin
   partitions := 0;
@@ -59,37 +65,11 @@ begin
   if not pg_try_advisory_xact_lock(hashtextextended('shiftwork history', 0)) then
     return;
   end if;
-  for part in
-    select child.relname as name
-      from pg_catalog.pg_inherits as link join pg_catalog.pg_class as child on child.oid = link.inhrelid
-     where link.inhparent = 'shiftwork.history'::regclass and child.relname ~ '^history_\d{4}_\d{2}_\d{2}$'
-       and to_date(substr(child.relname, 9), 'YYYY_MM_DD') <= today
-     order by child.relname
-  loop
-    begin
-      execute format('select count(*) from %I.%I', 'shiftwork', part.name) into many;
-      if archive and many > 0 then
-        execute format('alter table shiftwork.history detach partition %I.%I', 'shiftwork', part.name);
-        execute format('alter table %I.%I rename to %I', 'shiftwork', part.name, replace(part.name, 'history_', 'archive_'));
-      else
-        if many > 0 then
-          execute format('delete from shiftwork.attempts as noted using %I.%I as ended where noted.job = ended.id', 'shiftwork', part.name);
-          execute format('delete from shiftwork.logs as line using %I.%I as ended where line.job = ended.id', 'shiftwork', part.name);
-          execute format('delete from shiftwork.progress as last using %I.%I as ended where last.job = ended.id', 'shiftwork', part.name);
-          execute format('truncate %I.%I', 'shiftwork', part.name);
-          jobs := jobs + many;
-        end if;
-        execute format('drop table %I.%I', 'shiftwork', part.name);
-      end if;
-      partitions := partitions + 1;
-    exception when lock_not_available or deadlock_detected then
-      raise warning 'the history partition % is in use and stays for now: %', part.name, sqlerrm;
-    end;
-  end loop;
 
   with ended as (
     delete from shiftwork.history_default as ended
-     where ended.ctid = any(array(select old.ctid from shiftwork.history_default as old where old.forget_on <= today limit most))
+     where ended.ctid = any(array(select old.ctid from shiftwork.history_default as old
+                                   where old.forget_on <= today limit most for update skip locked))
     returning ended.id
   ), noted as (
     delete from shiftwork.attempts as noted using ended where noted.job = ended.id
@@ -98,8 +78,76 @@ begin
   ), last as (
     delete from shiftwork.progress as last using ended where last.job = ended.id
   )
-  select count(*) into many from ended;
-  jobs := jobs + many;
+  select count(*) into jobs from ended;
+
+  names := array(
+    select child.relname
+      from pg_catalog.pg_inherits as link join pg_catalog.pg_class as child on child.oid = link.inhrelid
+     where link.inhparent = 'shiftwork.history'::regclass and child.relname ~ '^history_\d{4}_\d{2}_\d{2}$'
+       and to_date(substr(child.relname, 9), 'YYYY_MM_DD') <= today
+     order by child.relname);
+  if cardinality(names) = 0 then
+    return;
+  end if;
+  many := jobs;
+  begin
+    foreach name in array names loop
+      many := many + shiftwork.purge_companions(name, archive);
+    end loop;
+    lock table only shiftwork.history in access exclusive mode;
+    foreach name in array names loop
+      execute format('select exists (select from %I.%I)', 'shiftwork', name) into filled;
+      if archive and filled then
+        execute format('alter table shiftwork.history detach partition %I.%I', 'shiftwork', name);
+        execute format('alter table %I.%I rename to %I', 'shiftwork', name, replace(name, 'history', 'archive'));
+      else
+        execute format('drop table %I.%I', 'shiftwork', name);
+      end if;
+    end loop;
+    partitions := cardinality(names);
+    jobs := many;
+    return;
+  exception when lock_not_available or deadlock_detected or duplicate_table then
+    raise warning 'history is in use, and its old partitions stay for now: %', sqlerrm;
+  end;
+
+  if not archive then
+    foreach name in array names loop
+      begin
+        many := shiftwork.purge_companions(name, false);
+        continue when many = 0;
+        execute format('truncate %I.%I', 'shiftwork', name);
+        jobs := jobs + many;
+        return;
+      exception when lock_not_available or deadlock_detected then
+        continue;
+      end;
+    end loop;
+  end if;
+end $$;
+
+-- What belongs to the jobs of one partition goes with them. Says how many jobs it holds.
+create or replace function shiftwork.purge_companions(partition text, archive boolean) returns bigint
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+declare
+  companion text;
+  kept text;
+  many bigint;
+begin
+  execute format('select count(*) from %I.%I', 'shiftwork', partition) into many;
+  if many = 0 then
+    return 0;
+  end if;
+  foreach companion in array array['attempts', 'logs', 'progress'] loop
+    if archive then
+      kept := replace(partition, 'history', 'archive') || '_' || companion;
+      execute format('create table %I.%I (like %1$I.%3$I)', 'shiftwork', kept, companion);
+      execute format('insert into %I.%I select one.* from %1$I.%3$I as one join %1$I.%4$I as ended on ended.id = one.job',
+                     'shiftwork', kept, companion, partition);
+    end if;
+    execute format('delete from %I.%I as one using %1$I.%3$I as ended where one.job = ended.id', 'shiftwork', companion, partition);
+  end loop;
+  return many;
 end $$;
 
 -- How long finished jobs of a queue are kept, in days ('*': of every queue that says nothing else; 2147483647: for ever).

@@ -5,13 +5,14 @@
 -- `reaper` never reaps itself. `thorough` also looks for jobs whose worker has no row at all, or one that was given up.
 create or replace function shiftwork.reap(reaper bigint default 0, most int default 1000, thorough boolean default false)
 returns table (id bigint, attempt int, worker bigint, answer text)
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
   lapsed bigint[];
   ids bigint[];
+  one bigint;
 begin
   lapsed := array(
     select one.id from shiftwork.workers as one
@@ -39,7 +40,24 @@ begin
      where job.state = 'running' and job.worker = any(lapsed)
      order by job.id limit most for update skip locked);
   if cardinality(ids) > 0 then
-    return query select * from shiftwork.take_back(ids);
+    begin
+      return query select * from shiftwork.take_back(ids);
+    exception when others then
+      if shiftwork.will_pass(sqlstate) then
+        raise;
+      end if;
+      -- One of them cannot be written. One by one, so that it stops nobody else.
+      foreach one in array ids loop
+        begin
+          return query select * from shiftwork.take_back(array[one]);
+        exception when others then
+          if shiftwork.will_pass(sqlstate) then
+            raise;
+          end if;
+          raise warning 'job % cannot be taken back: %', one, sqlerrm;
+        end;
+      end loop;
+    end;
   end if;
 
   -- Given up for good once nothing of theirs is left, locked rows included.
@@ -87,15 +105,17 @@ begin
        where job.id = lost.id;
     end if;
     if lost.asked then
-      perform shiftwork.finish_signalled(array[lost.id]);
+      ended := shiftwork.finish_signalled(array[lost.id]);
       answer := 'cancelled';
     elsif failing then
-      perform shiftwork.finish(array[lost.id], 'failed', shiftwork.failure('WORKER_CRASHED',
+      ended := shiftwork.finish(array[lost.id], 'failed', shiftwork.failure('WORKER_CRASHED',
         format('its worker was lost %s times while it ran, and it may be %s', lost.resets + 1, lost.max_resets + 1)));
       answer := 'failed';
     else
+      ended := array[lost.id];
       answer := 'ready';
     end if;
+    continue when cardinality(ended) = 0;
     return next;
   end loop;
   perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(ids)));

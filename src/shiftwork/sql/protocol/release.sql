@@ -1,7 +1,7 @@
 -- Give jobs back: never started, or their worker is leaving. Nothing is counted against them, and they keep their place.
 -- request: {"worker": 17, "held": [[id, attempt], …]}. Answers for each: released, cancelled, lost or busy.
 create or replace function shiftwork.release(request jsonb) returns table (id bigint, answer text)
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
@@ -20,7 +20,7 @@ end $$;
 
 -- Those of the jobs that a worker says it holds which it does hold, now locked, in the order of their ids.
 create or replace function shiftwork.lock_held(request jsonb) returns bigint[]
-language plpgsql set plan_cache_mode = force_generic_plan
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   holder constant bigint := (request ->> 'worker')::bigint;
@@ -39,7 +39,7 @@ language sql stable as $$
   select case when exists (
     select from shiftwork.jobs as held
      where held.id = unheld_answer.job and held.attempt = unheld_answer.attempt
-       and held.worker = (request ->> 'worker')::bigint and held.claimed_at is not null) then 'busy' else 'lost' end
+       and held.worker = (request ->> 'worker')::bigint and held.state = 'running') then 'busy' else 'lost' end
 $$;
 
 -- Back to ready, or to cancelled where that was asked for; the caller has locked the jobs. Says which were cancelled.

@@ -1,40 +1,55 @@
 -- Bring finished jobs back: same id, attempt numbers go on, failures and losses are forgiven. A start deadline that has
 -- passed is lifted, and a unique key is taken again where it is free.
--- Answers for each: revived, live (it is not finished), busy (somebody else is at it), or unknown.
+-- Answers for each: revived, live (it is not finished), busy (somebody else is at it), refused (it cannot live) or unknown.
 create or replace function shiftwork.revive(ids bigint[], actor text default null) returns table (id bigint, answer text)
-language plpgsql set plan_cache_mode = force_generic_plan as $$
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
   former shiftwork.history;
   made bigint;
   back bigint[] := '{}';
+  refused bigint[] := '{}';
   before jsonb := '{}';
 begin
+  -- In the order in which enqueue takes keys, so that neither waits for the other with a key that it needs.
   for former in
-    select ended.* from shiftwork.history as ended where ended.id = any(ids) order by ended.id for update skip locked
+    select ended.* from shiftwork.history as ended where ended.id = any(ids)
+     order by ended.task collate "C", ended.unique_key collate "C", ended.id for update skip locked
   loop
-    delete from shiftwork.history as ended where ended.id = former.id and ended.forget_on = former.forget_on;
-    for turn in 1..2 loop
-      insert into shiftwork.jobs (
-        id, state, priority, run_at, created_at, attempt, max_attempts, expires_at, keep, unique_scope, task, queue, payload,
-        unique_key, held_key, tags)
-      overriding system value
-      values (
-        former.id, 'ready', former.priority, present, former.created_at, former.attempt, former.max_attempts,
-        case when former.expires_at > present then former.expires_at end, former.keep, former.unique_scope, former.task,
-        former.queue, former.payload, former.unique_key, case when turn = 1 then former.unique_key end, former.tags)
-      on conflict (task, held_key) where held_key is not null do nothing
-      returning jobs.id into made;
-      exit when found;
-    end loop;
+    begin
+      delete from shiftwork.history as ended where ended.id = former.id and ended.forget_on = former.forget_on;
+      for turn in 1..2 loop
+        insert into shiftwork.jobs (
+          id, state, priority, run_at, created_at, attempt, max_attempts, expires_at, keep, unique_scope, task, queue, payload,
+          unique_key, held_key, tags)
+        overriding system value
+        values (
+          former.id, 'ready', former.priority, present, former.created_at, former.attempt, former.max_attempts,
+          case when former.expires_at > present then former.expires_at end, former.keep, former.unique_scope, former.task,
+          former.queue, former.payload, former.unique_key, case when turn = 1 then former.unique_key end, former.tags)
+        on conflict (task, held_key) where held_key is not null do nothing
+        returning jobs.id into made;
+        exit when found;
+      end loop;
+      -- A request to cancel that came too late for its former life is not meant for this one.
+      delete from shiftwork.signals as signal where signal.job = former.id;
+    exception when others then
+      -- It was written by hand, and breaks a rule of live jobs. It stays, and stops nobody else.
+      if shiftwork.will_pass(sqlstate) then
+        raise;
+      end if;
+      raise warning 'job % cannot be revived: %', former.id, sqlerrm;
+      refused := refused || former.id;
+      continue;
+    end;
     back := back || former.id;
     before := before || jsonb_build_object(former.id, jsonb_build_object(
       'state', former.state, 'attempt', former.attempt, 'failures', former.failures, 'resets', former.resets, 'error', former.error));
   end loop;
   perform shiftwork.note(actor, 'revive', jsonb_build_object('jobs', to_jsonb(ids)), before);
   return query
-  select one, case when one = any(back) then 'revived'
+  select one, case when one = any(back) then 'revived' when one = any(refused) then 'refused'
                    when exists (select from shiftwork.jobs as job where job.id = one) then 'live'
                    when exists (select from shiftwork.history as ended where ended.id = one) then 'busy'
                    else 'unknown' end
@@ -44,7 +59,7 @@ end $$;
 -- Do not wait any longer: scheduled jobs become ready now. With `strict`, all of them or none.
 -- Answers for each: moved, ready (it was), refused (it is in another state), busy, finished or unknown.
 create or replace function shiftwork.run_now(ids bigint[], actor text default null, strict boolean default false)
-returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan as $$
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   moved bigint[];
