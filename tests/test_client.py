@@ -903,6 +903,11 @@ def test_what_is_no_connection_string_is_refused_as_such(dsn: str) -> None:
     assert "s3cret" not in str(refused.value)
 
 
+def test_settings_are_given_in_one_way_only(dsn: str) -> None:
+    with pytest.raises(ConfigurationError, match="not both"):
+        App(dsn, settings=Settings())
+
+
 @pytest.mark.parametrize("page", ["client.md", "deduplication.md"])
 def test_what_the_pages_show_works(page: str, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parent.parent / "docs" / page).read_text()

@@ -321,6 +321,16 @@ def test_annotations_may_name_what_is_defined_later() -> None:
     assert send(signature, module["Soon"](3)) == {"x": {"n": 3}}
 
 
+def test_an_annotation_that_nobody_can_find_is_an_error_that_says_where_to_put_it() -> None:
+    class Local:
+        pass
+
+    def work(x: Local) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"'Local'.*module tests\.test_codec"):
+        Signature("work", work).encode((1,), {}, MIB)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

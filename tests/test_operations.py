@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -169,6 +170,7 @@ async def test_an_awaiting_caller_gets_the_same_answers_and_errors() -> None:
     ("given", "said"),
     [
         ({"delay": 5}, "timedelta"),
+        ({"delay": timedelta.max}, "hundred years"),
         ({"run_at": "tomorrow"}, "datetime"),
         ({"priority": 2**31}, "priority"),
         ({"priority": True}, "priority"),

@@ -56,15 +56,16 @@ class App(Surroundings):
         max_payload: int | None = None,
         settings: Settings | None = None,
     ) -> None:
-        if settings is None:
-            settings = Settings.read(
-                dsn=dsn,
-                schema=schema,
-                listen_dsn=listen_dsn,
-                max_connections=max_connections,
-                max_payload=max_payload,
-            )
-        self.settings = settings
+        given: dict[str, Any] = {
+            "dsn": dsn,
+            "schema": schema,
+            "listen_dsn": listen_dsn,
+            "max_connections": max_connections,
+            "max_payload": max_payload,
+        }
+        if settings is not None and any(value is not None for value in given.values()):
+            raise ConfigurationError("give either settings or single ones, not both")
+        self.settings = settings or Settings.read(**given)
         self._tasks: dict[str, Task[Any, Any]] = {}
         self._client: Client | None = None
         self._server: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -44,8 +45,7 @@ class Client:
         self.store = Protocol(settings.schema)
         self._pool = Pool(settings)
         self._apool = APool(settings)
-        listen_dsn, channel = settings.listen_dsn, settings.done_channel
-        self._ear = Ear(lambda: connect(settings, listen_dsn), channel)
+        self._ears: dict[int, Ear] = {}
         self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
 
     def perform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
@@ -70,7 +70,11 @@ class Client:
 
     def await_end(self, job: int, timeout: float | timedelta) -> Job:
         """The job once it has ended."""
-        with self._ear.waiting_for(str(job)) as wait:
+        settings, process = self.settings, os.getpid()
+        if process not in self._ears:  # a forked child has ears of its own
+            ear = Ear(lambda: connect(settings, settings.listen_dsn), settings.done_channel)
+            self._ears.setdefault(process, ear)
+        with self._ears[process].waiting_for(str(job)) as wait:
             return run(self._end(job, timeout), self._execute, lambda step: wait(step.seconds))
 
     async def aawait_end(self, job: int, timeout: float | timedelta) -> Job:  # noqa: ASYNC109

@@ -55,10 +55,9 @@ class Signature:
                 )
         try:
             _ = self._arguments
-        except NameError:
-            self.__dict__.pop(
-                "_hints", None
-            )  # names something that is defined further down: look again at first use
+        except ConfigurationError as error:
+            if not isinstance(error.__cause__, NameError):
+                raise  # else it names something that may be defined further down: look again at first use
 
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_payload: int) -> msgspec.Raw:
         """The call as JSON; refused, naming the argument, if it does not fit or cannot be stored."""
@@ -189,7 +188,13 @@ class Signature:
 
     @cached_property
     def _hints(self) -> dict[str, Any]:
-        return get_type_hints(self.function, include_extras=True)
+        try:
+            return get_type_hints(self.function, include_extras=True)
+        except NameError as error:
+            raise ConfigurationError(
+                f"task {self.task!r}: an annotation cannot be followed: {error}. Names in them are looked "
+                f"up in the module {self.function.__module__}; define it there"
+            ) from error
 
     def _is_injected(self, hint: object) -> bool:
         return isinstance(hint, type) and any(issubclass(hint, kind) for kind in self._injected)

@@ -160,7 +160,8 @@ def translate(  # noqa: PLR0911
 
 
 def _said(error: psycopg.Error) -> str:
-    return (error.diag.message_primary or str(error) or type(error).__name__).strip()
+    said = (error.diag.message_primary or str(error) or type(error).__name__).strip()
+    return f"{said}. {error.diag.message_hint}" if error.diag.message_hint else said
 
 
 def _unreachable(error: Exception, dsn: str) -> DatabaseUnavailable:

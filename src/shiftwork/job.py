@@ -22,6 +22,7 @@ Answer = Literal["created", "existing", "replaced", "merged"]
 
 MAX_KEY_BYTES = 255
 MAX_TAGS = 50
+LONGEST = timedelta(days=36_525)
 
 
 class State(StrEnum):
@@ -289,6 +290,8 @@ def _seconds(name: str, value: timedelta | None) -> float | None:
         return None
     if not isinstance(value, timedelta):
         raise InvalidArgument(f"{name} must be a timedelta, not {value!r}", argument=name)
+    if abs(value) > LONGEST:
+        raise InvalidArgument(f"{name} is {value}; a hundred years are the most", argument=name)
     return value.total_seconds()
 
 
