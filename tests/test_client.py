@@ -468,6 +468,19 @@ def test_jobs_are_cancelled_revived_and_run_now(app: App) -> None:
     assert app.job(999).cancel() == "unknown"
 
 
+def test_jobs_run_now_all_together_or_none_of_them(app: App) -> None:
+    # spec: QU-24
+    task = declare(app).greet
+    later = [task.using(delay=timedelta(hours=1)).enqueue("Ada") for _ in range(2)]
+    gone = task.enqueue("Bob")
+    gone.cancel()
+    ids = [handle.id for handle in later]
+    with pytest.raises(InvalidArgument, match=f"job {gone.id} is cancelled"):
+        app.run_now([*ids, gone.id], strict=True)
+    assert [handle.status() for handle in later] == [State.SCHEDULED] * 2
+    assert app.run_now(ids, strict=True) == dict.fromkeys(ids, "moved")
+
+
 def test_a_handle_tells_of_the_attempts_that_failed(app: App, protocol: Protocol) -> None:
     # spec: HO-31, SH-15, D-28
     handle = declare(app).greet.enqueue("Ada")

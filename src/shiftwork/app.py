@@ -249,13 +249,20 @@ class App(Surroundings):
         """Give finished jobs another life; each is revived, live, unknown or busy."""
         return await self.client.aperform(operations.revive(self.client.store, ids), connection)
 
-    def run_now(self, ids: Sequence[int], *, connection: object = None) -> Answers:
-        """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy."""
-        return self.client.perform(operations.run_now(self.client.store, ids), connection)
+    def run_now(self, ids: Sequence[int], *, strict: bool = False, connection: object = None) -> Answers:
+        """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy.
 
-    async def arun_now(self, ids: Sequence[int], *, connection: object = None) -> Answers:
-        """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy."""
-        return await self.client.aperform(operations.run_now(self.client.store, ids), connection)
+        With `strict` all of them or none: InvalidArgument tells which cannot.
+        """
+        return self.client.perform(operations.run_now(self.client.store, ids, strict=strict), connection)
+
+    async def arun_now(
+        self, ids: Sequence[int], *, strict: bool = False, connection: object = None
+    ) -> Answers:
+        """Make jobs due at once; see `run_now`."""
+        return await self.client.aperform(
+            operations.run_now(self.client.store, ids, strict=strict), connection
+        )
 
     def find(self, name: str) -> Task[Any, Any]:
         """The task of that name."""

@@ -112,9 +112,11 @@ def revive(store: Protocol, jobs: Sequence[int], actor: str | None = None) -> Pl
     return {row["id"]: row["answer"] for row in rows}
 
 
-def run_now(store: Protocol, jobs: Sequence[int], actor: str | None = None) -> Plan[dict[int, str]]:
-    """Make jobs due at once: moved, ready, refused, finished, unknown or busy, for each."""
-    rows = yield store.run_now(jobs, actor)
+def run_now(
+    store: Protocol, jobs: Sequence[int], actor: str | None = None, *, strict: bool = False
+) -> Plan[dict[int, str]]:
+    """Make jobs due at once: moved, ready, refused, finished, unknown or busy; strict: all or none."""
+    rows = yield store.run_now(jobs, actor, strict=strict)
     return {row["id"]: row["answer"] for row in rows}
 
 

@@ -44,7 +44,7 @@ LIST = (
 COUNTS = "select state::text as state, count(*) as number from shiftwork.all_jobs <matching> group by state"
 CANCEL = "select id, answer from shiftwork.cancel(%s::bigint[], %s::text, %s::text)"
 REVIVE = "select id, answer from shiftwork.revive(%s::bigint[], %s::text)"
-RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text)"
+RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::boolean)"
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
 
 
@@ -92,9 +92,9 @@ class Protocol:
         """Give finished jobs another life."""
         return self._statement(REVIVE, list(ids), actor)
 
-    def run_now(self, ids: Sequence[int], actor: str | None) -> Statement:
+    def run_now(self, ids: Sequence[int], actor: str | None, *, strict: bool) -> Statement:
         """Make scheduled jobs due at once."""
-        return self._statement(RUN_NOW, list(ids), actor)
+        return self._statement(RUN_NOW, list(ids), actor, strict)
 
     def await_results(self, seconds: float) -> Statement:
         """Ask that ended jobs be announced for so long."""
