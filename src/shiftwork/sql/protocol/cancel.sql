@@ -20,6 +20,9 @@ begin
   -- What is left is running, or just being moved by someone, or cannot be moved now: the signal outlasts that.
   held := array(select signal.job from shiftwork.signals as signal
                  where signal.job = any(ids) and exists (select from shiftwork.jobs as job where job.id = signal.job));
+  -- One that finished while we waited for somebody is not to be cancelled in a later life.
+  delete from shiftwork.signals as signal where signal.job = any(array(
+    select late.job from shiftwork.signals as late where late.job = any(ids) and late.job <> all(held) for update skip locked));
   if cardinality(held) > 0 and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_cancel', one::text) from unnest(held) as one;
   end if;
