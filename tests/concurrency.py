@@ -1,4 +1,4 @@
-"""Several sessions at once: other connections, statements that run in threads, and waiting until one waits."""
+"""Several sessions at once: other connections, statements that run in threads, and seeing that one waits."""
 
 from __future__ import annotations
 

@@ -25,14 +25,16 @@ def the_one(protocol: Protocol) -> Row:
 
 
 def register_task(protocol: Protocol) -> None:
-    protocol.rows("insert into {}.tasks (name, queue, priority, max_attempts) values ('mail', 'letters', -3, 9)")
+    protocol.rows(
+        "insert into {}.tasks (name, queue, priority, max_attempts) values ('mail', 'letters', -3, 9)"
+    )
 
 
 WAYS = {
     "batch": "select {}.enqueue_many(jsonb_build_array(jsonb_build_object('task', %s::text)))",
     "function": "select {}.enqueue(%s)",
     "insert": "insert into {}.jobs (task) values (%s)",
-    "insert of nulls": "insert into {}.jobs (task, queue, priority, max_attempts) values (%s, null, null, null)",
+    "nulls": "insert into {}.jobs (task, queue, priority, max_attempts) values (%s, null, null, null)",
 }
 
 
@@ -149,51 +151,50 @@ def test_ten_thousand_jobs_go_in_with_one_statement(protocol: Protocol) -> None:
     assert protocol.value("select count(distinct payload) from {}.jobs") == 10_000
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {},
-        {"task": None},
-        {"task": ""},
-        {"task": "x" * 201},
-        {"task": "t", "queue": ""},
-        {"task": "t", "queue": "q" * 101},
-        {"task": "t", "payload": []},
-        {"task": "t", "payload": "text"},
-        {"task": "t", "priority": 2**31},
-        {"task": "t", "max_attempts": 0},
-        {"task": "t", "run_at": "infinity"},
-        {"task": "t", "run_at": "10000-01-01"},
-        {"task": "t", "run_at": "soon"},
-        {"task": "t", "delay": 1e300},
-        {"task": "t", "expires_at": "infinity"},
-        {"task": "t", "expires_at": "-infinity"},
-        {"task": "t", "expires_in": 1e300},
-        {"task": "t", "tags": [None]},
-        {"task": "t", "tags": ["t"] * 51},
-        {"task": "t", "keep": -1},
-        {"task": "t", "unique_key": ""},
-        {"task": "t", "unique_key": "k" * 256},
-        {"task": "t", "unique_key": "k", "unique_scope": "sometimes"},
-        {"task": "t", "unique_key": "k", "unique_action": "explode"},
-        {"task": "t", "unique_key": "k", "unique_scope": "unfinished", "unique_action": "replace"},
-        {"task": "t", "unique_key": "k", "unique_scope": "window", "unique_action": "merge"},
-    ],
-    ids=lambda wish: json.dumps(wish)[:60],
-)
-def test_what_cannot_be_a_job_is_refused_whole(protocol: Protocol, wish: Row) -> None:
+REFUSED: list[Row] = [
+    {},
+    {"task": None},
+    {"task": ""},
+    {"task": "x" * 201},
+    {"task": "t", "queue": ""},
+    {"task": "t", "queue": "q" * 101},
+    {"task": "t", "payload": []},
+    {"task": "t", "payload": "text"},
+    {"task": "t", "priority": 2**31},
+    {"task": "t", "max_attempts": 0},
+    {"task": "t", "run_at": "infinity"},
+    {"task": "t", "run_at": "10000-01-01"},
+    {"task": "t", "run_at": "soon"},
+    {"task": "t", "delay": 1e300},
+    {"task": "t", "expires_at": "infinity"},
+    {"task": "t", "expires_at": "-infinity"},
+    {"task": "t", "expires_in": 1e300},
+    {"task": "t", "tags": [None]},
+    {"task": "t", "tags": ["t"] * 51},
+    {"task": "t", "keep": -1},
+    {"task": "t", "unique_key": ""},
+    {"task": "t", "unique_key": "k" * 256},
+    {"task": "t", "unique_key": "k", "unique_scope": "sometimes"},
+    {"task": "t", "unique_key": "k", "unique_action": "explode"},
+    {"task": "t", "unique_key": "k", "unique_scope": "unfinished", "unique_action": "replace"},
+    {"task": "t", "unique_key": "k", "unique_scope": "window", "unique_action": "merge"},
+]
+
+
+def test_what_cannot_be_a_job_is_refused_whole(protocol: Protocol) -> None:
     # spec: SH-2, ST-2, A-9
-    code = sqlstate(protocol, "select * from {}.enqueue_many(%s)", json.dumps([{"task": "good"}, wish]))
-    assert code is not None
-    assert code[:2] in {"22", "23", "SW"}
+    for wish in REFUSED:
+        code = sqlstate(protocol, "select * from {}.enqueue_many(%s)", json.dumps([{"task": "good"}, wish]))
+        assert code is not None
+        assert code[:2] in {"22", "23", "SW"}, wish
     assert protocol.value("select count(*) from {}.jobs") == 0
 
 
-@pytest.mark.parametrize("document", ["{}", "null", '"text"', "[1]", "[null]", "[[]]"])
-def test_a_batch_is_an_array_of_objects(protocol: Protocol, document: str) -> None:
-    code = sqlstate(protocol, "select * from {}.enqueue_many(%s)", document)
-    assert code is not None
-    assert code[:2] in {"22", "23", "SW"}
+def test_a_batch_is_an_array_of_objects(protocol: Protocol) -> None:
+    for document in ("{}", "null", '"text"', "[1]", "[null]", "[[]]"):
+        code = sqlstate(protocol, "select * from {}.enqueue_many(%s)", document)
+        assert code is not None
+        assert code[:2] in {"22", "23", "SW"}, document
     assert protocol.value("select count(*) from {}.jobs") == 0
 
 
@@ -202,7 +203,9 @@ def test_an_empty_batch_is_no_work(protocol: Protocol) -> None:
 
 
 @pytest.mark.parametrize("way", ["batch", "keyed", "merged", "function", "insert"])
-def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(protocol: Protocol, way: str) -> None:
+def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(
+    protocol: Protocol, way: str
+) -> None:
     # spec: A-9
     def send(size: int) -> None:
         payload = {"text": "x" * size}
@@ -212,7 +215,9 @@ def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(protoc
             case "keyed":
                 protocol.enqueue("t", payload, unique_key=f"key{size}")
             case "merged":
-                protocol.enqueue("t", {"text": "first"}, unique_key="k", unique_action="merge", merge="append")
+                protocol.enqueue(
+                    "t", {"text": "first"}, unique_key="k", unique_action="merge", merge="append"
+                )
                 protocol.enqueue("t", payload, unique_key="k", unique_action="merge", merge="append")
             case "function":
                 protocol.rows("select {}.enqueue('t', %s)", json.dumps(payload))

@@ -80,14 +80,15 @@ def test_a_worker_gets_only_tasks_it_knows_from_queues_it_asks_for(protocol: Pro
     assert [job["id"] for job in protocol.claim(worker, "reports", tasks=["known"]).jobs] == [other]
 
 
-def test_two_workers_who_claim_at_once_share_the_jobs_and_wait_for_nobody(dsn: str, protocol: Protocol) -> None:
+def test_two_workers_who_claim_at_once_share_the_jobs_and_wait_for_nobody(
+    dsn: str, protocol: Protocol
+) -> None:
     # spec: SH-7, HO-4, QU-4
     ids = [row["id"] for row in protocol.enqueue_many({"task": "greet"} for _ in range(20))]
     workers = [protocol.register(), protocol.register()]
-    with elsewhere(dsn) as other:
-        with protocol.connection.transaction(), other.connection.transaction():
-            first = [job["id"] for job in protocol.claim(workers[0], want=8).jobs]
-            second = [job["id"] for job in other.claim(workers[1], want=20).jobs]
+    with elsewhere(dsn) as other, protocol.connection.transaction(), other.connection.transaction():
+        first = [job["id"] for job in protocol.claim(workers[0], want=8).jobs]
+        second = [job["id"] for job in other.claim(workers[1], want=20).jobs]
     assert first == ids[:8]
     assert second == ids[8:]
 
@@ -115,7 +116,11 @@ def test_a_failing_job_is_scheduled_again_and_keeps_its_error_and_its_attempts(p
         assert claimed["attempt"] == turn
         assert protocol.settle(worker, retry(claimed, delay=60)) == {job: "settled"}
         waiting = protocol.live(job)
-        assert (waiting["state"], waiting["failures"], waiting["error"]["message"]) == ("scheduled", turn, "boom")
+        assert (waiting["state"], waiting["failures"], waiting["error"]["message"]) == (
+            "scheduled",
+            turn,
+            "boom",
+        )
         assert (waiting["claimed_at"], waiting["started_at"]) == (None, None)
         assert waiting["created_at"] < waiting["run_at"]
         assert protocol.claim(worker).jobs == []
@@ -154,7 +159,9 @@ def test_a_snooze_counts_nothing(protocol: Protocol) -> None:
     assert (protocol.live(job)["failures"], protocol.rows("select 1 as one from {}.attempts")) == (0, [])
 
 
-def test_a_retry_keeps_when_it_was_sent_and_takes_its_place_behind_those_that_waited(protocol: Protocol) -> None:
+def test_a_retry_keeps_when_it_was_sent_and_takes_its_place_behind_those_that_waited(
+    protocol: Protocol,
+) -> None:
     # spec: HO-41, D-7
     first, second = protocol.enqueue(), protocol.enqueue()
     worker = protocol.register()
@@ -277,7 +284,12 @@ def test_a_heartbeat_renews_one_lease_for_all_and_the_reaper_leaves_it_alone(pro
     worker = protocol.register(lease=10)
     held = protocol.claim(worker).held
     protocol.shift_clock(timedelta(seconds=8))
-    assert protocol.heartbeat(worker, held, lease=10) == {"alive": True, "lost": [], "cancel": [], "strays": []}
+    assert protocol.heartbeat(worker, held, lease=10) == {
+        "alive": True,
+        "lost": [],
+        "cancel": [],
+        "strays": [],
+    }
     protocol.shift_clock(timedelta(seconds=16))
     assert protocol.reap() == {}
     protocol.shift_clock(timedelta(seconds=19))
@@ -330,7 +342,9 @@ def test_a_job_that_kills_its_worker_again_and_again_ends_as_failed(protocol: Pr
     ]
 
 
-@pytest.mark.parametrize(("on_lost", "max_resets", "answer"), [("fail", None, "failed"), ("requeue", 0, "failed")])
+@pytest.mark.parametrize(
+    ("on_lost", "max_resets", "answer"), [("fail", None, "failed"), ("requeue", 0, "failed")]
+)
 def test_the_registry_says_what_becomes_of_a_lost_job(
     protocol: Protocol, on_lost: str, max_resets: int | None, answer: str
 ) -> None:
@@ -519,7 +533,14 @@ def test_each_query_has_its_own_partial_index_and_the_hot_table_is_kept_clean(pr
         row["indexname"]: row["indexdef"]
         for row in protocol.rows("select indexname, indexdef from pg_indexes where tablename = 'jobs'")
     }
-    assert set(indexes) == {"jobs_pkey", "jobs_ready", "jobs_due", "jobs_running", "jobs_expiring", "jobs_unique"}
+    assert set(indexes) == {
+        "jobs_pkey",
+        "jobs_ready",
+        "jobs_due",
+        "jobs_running",
+        "jobs_expiring",
+        "jobs_unique",
+    }
     assert all("WHERE" in text for name, text in indexes.items() if name != "jobs_pkey")
     options = protocol.value("select reloptions from pg_class where oid = '{}.jobs'::regclass")
     assert "fillfactor=80" in options
