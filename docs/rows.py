@@ -1,0 +1,190 @@
+"""Write docs/rows.md: what shiftwork promises, row by row, and the tests that show it.
+
+A test names the rows that it shows in a comment, above it or inside it: `# spec: SH-16, QU-11`. Here every
+row has a few words. A row that a test names and that has no words is an error, so that nobody claims what
+nobody can read.
+
+    python docs/rows.py            writes the page
+    python docs/rows.py --check    says whether it is up to date; exit code 1 if it is not
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "rows.md"
+
+NAMED = re.compile(r"#\s*spec:(.*)")
+ROW = re.compile(r"\b[A-Z]{1,2}-\d+\b")
+
+GROUPS = {
+    "SH": "A job and its ending",
+    "HO": "States, deadlines and sending",
+    "QU": "Leases, transactions and times",
+    "ST": "Tables, registry and merging",
+    "A": "What is safe and what is kept",
+    "D": "Choices",
+}
+
+WORDS = {
+    "SH-2": "a job is one row: task, JSON payload, due time, counters, times; all are kept in range",
+    "SH-3": "the state of a job always agrees with its times",
+    "SH-4": "small partial indexes carry the claim and the search for what a worker holds",
+    "SH-5": "enqueue gives an id, may name a time and the attempts, and joins the caller's transaction",
+    "SH-6": "whoever sleeps is told at commit, once for a batch; a lost notification loses nothing",
+    "SH-7": "one statement claims: due, in order, what others have locked is skipped, the attempt rises",
+    "SH-14": "a job that succeeds is completed, is nobody's any more, and stays to be read",
+    "SH-15": "a job that fails keeps its error, is let go, and runs again after a wait",
+    "SH-16": "waits double from 30 s up to an hour, spread by a fifth either way",
+    "SH-17": "poison fails at once, with its cause kept",
+    "SH-18": "an error that nobody foresaw is a failure like others",
+    "SH-19": "after the last attempt that is allowed, a job has failed",
+    "SH-21": "a job whose worker fell silent is taken back; a worker that renews its lease keeps it",
+    "SH-22": "a job that kills its workers ends as failed, not in a loop",
+    "SH-31": "finished jobs are forgotten after some days, by how they ended",
+    "SH-32": "jobs are listed by task and state, newest first, page by page, and counted by state",
+    "SH-33": "a finished job is brought back to run now, with its failures forgiven",
+    "SH-34": "a person can end a job that waits, and the record says so",
+    "HO-4": "a claim takes what is due and not too late, queue by queue, by priority, time and id",
+    "HO-5": "lower numbers are more urgent; queues are served in the order given, each up to its share",
+    "HO-6": "a start deadline is checked at claim, at start and by a duty; no retry lands behind it",
+    "HO-7": "four endings, and each is final; completed means that it succeeded",
+    "HO-8": "a job fetched ahead starts only if it is still this worker's, in time and wanted",
+    "HO-31": "an attempt that failed or was lost leaves a row: when, why, by whom, whether another follows",
+    "HO-32": "sending gives a handle or an error of a telling type; sending the same again is safe",
+    "HO-33": "a handle waits for the result up to a time, and tells about the job and its attempts",
+    "HO-35": "the schema is installed by a command; racing installers take turns; nothing to do is quick",
+    "HO-41": "when a job was sent never changes; when it is due moves with delays and retries",
+    "HO-42": "typed arguments go through JSON and come back as they were; storing an error never fails",
+    "HO-44": "calling a task runs it in place",
+    "HO-45": "the same job under the same key is the first one; a different one is refused",
+    "QU-4": "a claim takes only tasks that the worker knows, and says whether there may be more",
+    "QU-5": "a task can be tried for ever: attempts without end",
+    "QU-6": "one lease for each worker, renewed while it lives; whoever renews learns what it has lost",
+    "QU-7": "a late worker whose job nobody took may still settle it",
+    "QU-8": "the reaper takes jobs of lapsed workers, never its own, and wakes others",
+    "QU-11": "waits follow a first delay, a factor and a cap, with no end of attempts",
+    "QU-12": "a handler can ask to run again at a time; that counts as no failure",
+    "QU-13": "the last error is kept in bounds, and gone once the job succeeds",
+    "QU-20": "what is enqueued in a transaction lives and dies with it, savepoints included",
+    "QU-23": "one key, one job: while it is unfinished or within a window, also inside one batch",
+    "QU-24": "a time that has passed counts as now; what waits can be run now, all of it or none",
+    "QU-26": "waiting for a result has a limit, is woken by a notification, and looks by itself as well",
+    "QU-30": "any schema name, an enum of states, partial indexes, room for updates, numbered migrations",
+    "ST-1": "jobs, a registry of tasks and one of queues are tables that can be read",
+    "ST-2": "the registry gives what an enqueue leaves out; an error is there exactly when a job went wrong",
+    "ST-4": "a job that waits is kept, replaced or merged by its newer twin, from SQL too",
+    "ST-21": "a pause stops claiming, ends by itself or by hand, and what runs goes on",
+    "A-7": "a key of up to 255 bytes makes sending safe over a network that fails",
+    "A-8": "history is kept per queue, per send or for ever, and goes by whole partitions",
+    "A-9": "a payload that is too large is refused when it is enqueued; results never are",
+    "A-26": "changing the schema waits for locks only briefly, and fails loudly",
+    "D-2": "lost before its code began: nothing counts; after: a reset counts, and they are bounded",
+    "D-3": "finished jobs are kept, for as long as their ending, queue and sender say; archiving is a choice",
+    "D-6": "a trigger notifies, so that a plain INSERT wakes workers too",
+    "D-7": "order is priority, due time, id; lower is sooner",
+    "D-9": "attempts, failures and resets are three counters and never mixed",
+    "D-10": "nine states; a retry is a scheduled job that has failures",
+    "D-11": "a state and its times, tied together by checks",
+    "D-16": "every write about a running job names its attempt and worker; a stale one changes nothing",
+    "D-17": "a worker claims only the tasks it knows; a registry may say more about them",
+    "D-19": "enqueue through Python, through a function or by a plain INSERT: the same job",
+    "D-20": "unique keys with a scope and an action; the answer says what happened",
+    "D-26": "one clock, the database's; tests may shift it",
+    "D-27": "a worker's identity is new at every start",
+    "D-28": "a result, and the attempts that failed with their codes, are there to be read",
+    "D-30": "a queue or a task can be paused, with an end; what runs goes on",
+}
+
+
+def tests_in(path: Path) -> list[tuple[int, str]]:
+    """The tests of a file, in their order: the last line of each, and its name."""
+    found = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}::")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name.startswith("test_"):
+                found.append((child.end_lineno or child.lineno, prefix + child.name))
+
+    visit(ast.parse(path.read_text("utf-8")), "")
+    return sorted(found)
+
+
+def claims_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Each comment that names rows: its line, and the rows."""
+    source = io.StringIO(path.read_text("utf-8"))
+    for token in tokenize.generate_tokens(source.readline):
+        if token.type == tokenize.COMMENT and (match := NAMED.search(token.string)):
+            yield token.start[0], ROW.findall(match[1])
+
+
+def shown() -> tuple[dict[str, list[str]], list[str]]:
+    """The tests that show each row, and what is wrong with the claims."""
+    rows: dict[str, list[str]] = {}
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        tests = tests_in(path)
+        for line, named in claims_of(path):
+            # The test around the comment, or else the next one below it.
+            test = next((name for last, name in tests if line <= last), None)
+            if test is None or not named:
+                wrong.append(f"{where}:{line}: a comment names rows, but no test follows, or no row is named")
+                continue
+            for row in named:
+                if row not in WORDS:
+                    wrong.append(f"{where}:{line}: {row} has no words in docs/rows.py")
+                elif (place := f"{where}::{test}") not in rows.setdefault(row, []):
+                    rows[row].append(place)
+    return rows, wrong
+
+
+def page(rows: dict[str, list[str]]) -> str:
+    """The page as it should be."""
+    lines = [
+        "# Rows",
+        "",
+        "Everything that shiftwork promises is a row: an id, a few words, and the tests that show it. An id",
+        "never changes its meaning; the letters only group them. `make spec` writes this page from the",
+        "comments in `tests/`, and `make check` says if it is out of date.",
+    ]
+    for group, title in GROUPS.items():
+        members = [row for row in WORDS if row.split("-")[0] == group and row in rows]
+        if not members:
+            continue
+        lines += ["", f"## {title}", "", "| id | what | shown by |", "|---|---|---|"]
+        for row in members:
+            places = "<br>".join(f"`{test}`" for test in rows[row])
+            lines.append(f"| {row} | {WORDS[row]} | {places} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    rows, wrong = shown()
+    if wrong:
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1
+    written = page(rows)
+    if not arguments:
+        PAGE.write_text(written, "utf-8")
+        print(f"{len(rows)} rows are shown by tests; the page is {PAGE.relative_to(ROOT)}")
+    elif not PAGE.exists() or PAGE.read_text("utf-8") != written:
+        print("docs/rows.md is out of date: run `make spec`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
