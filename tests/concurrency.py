@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 import psycopg
+from psycopg.rows import scalar_row
 
 from tests.harness import Protocol
 
@@ -43,7 +44,7 @@ def waiting_for_lock(watcher: psycopg.Connection[Any], waiting: psycopg.Connecti
     pid = waiting if isinstance(waiting, int) else waiting.info.backend_pid
     deadline = monotonic() + 30
     while monotonic() < deadline:
-        with watcher.cursor(row_factory=psycopg.rows.scalar_row) as cursor:
+        with watcher.cursor(row_factory=scalar_row) as cursor:
             cursor.execute("select cardinality(pg_blocking_pids(%s)) > 0", (pid,))
             if cursor.fetchone():
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -40,7 +41,12 @@ def test_the_holder_of_a_job_is_told_to_cancel_it(protocol: Protocol) -> None:
     assert protocol.cancel(job) == {job: "signalled"}
     assert protocol.state(job) == "running"
     assert protocol.heartbeat(worker, held)["cancel"] == [{"id": job, "reason": "stop"}]
-    told = {"id": job, "attempt": 1, "state": "cancelled", "error": {"code": "TASK_CANCELLED", "message": "ok"}}
+    told = {
+        "id": job,
+        "attempt": 1,
+        "state": "cancelled",
+        "error": {"code": "TASK_CANCELLED", "message": "ok"},
+    }
     assert protocol.settle(worker, told) == {job: "settled"}
     assert protocol.state(job) == "cancelled"
     assert protocol.rows("select * from {}.signals") == []
@@ -170,13 +176,15 @@ def test_nobody_claims_from_what_is_paused_and_what_runs_goes_on(protocol: Proto
     worker = protocol.register()
     running = protocol.enqueue("greet", queue="mail", priority=-1)
     held = protocol.claim(worker, "mail", want=1).jobs
-    call = "select {}.pause(queue => %s)" if kind == "queue" else "select {}.pause(task => %s)"
-    protocol.rows(call, name)  # type: ignore[arg-type]
+    call: Any = "select {}.pause(queue => %s)" if kind == "queue" else "select {}.pause(task => %s)"
+    protocol.rows(call, name)
     assert [one["id"] for one in protocol.claim(worker, "mail", "default").jobs] == [other]
     assert protocol.complete(worker, held) == {running: "settled"}
-    back = "select {}.resume(queue => %s) as was" if kind == "queue" else "select {}.resume(task => %s) as was"
-    assert protocol.value(back, name) is True  # type: ignore[arg-type]
-    assert protocol.value(back, name) is False  # type: ignore[arg-type]
+    back = (
+        "select {}.resume(queue => %s) as was" if kind == "queue" else "select {}.resume(task => %s) as was"
+    )
+    assert protocol.value(back, name) is True
+    assert protocol.value(back, name) is False
     assert [one["id"] for one in protocol.claim(worker, "mail").jobs] == [job]
 
 
@@ -200,9 +208,9 @@ def test_a_pause_may_end_by_itself(protocol: Protocol) -> None:
         "select {}.resume(queue => 'q', task => 't')",
     ],
 )
-def test_a_pause_that_says_nothing_is_refused(protocol: Protocol, call: str) -> None:
+def test_a_pause_that_says_nothing_is_refused(protocol: Protocol, call: Any) -> None:
     with pytest.raises(psycopg.Error) as refused:
-        protocol.rows(call)  # type: ignore[arg-type]
+        protocol.rows(call)
     assert refused.value.sqlstate == "SW001"
 
 

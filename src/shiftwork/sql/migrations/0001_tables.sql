@@ -56,7 +56,7 @@ create table shiftwork.jobs (
     and (started_at is null or claimed_at is not null)
     and (state <> 'running' or (worker is not null and claim is not null))
   ),
-  constraint key_fits check ((unique_key is null) = (unique_scope is null) and (held_key is null or held_key = unique_key))
+  constraint key_fits check ((unique_key is null) = (unique_scope is null) and (held_key is null or held_key is not distinct from unique_key))
 ) with (
   fillfactor = 80,
   autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,

@@ -156,13 +156,11 @@ create or replace function shiftwork.retain(
   queue text, completed int default null, failed int default null, cancelled int default null, expired int default null,
   actor text default null) returns void language plpgsql as $$
 begin
-  insert into shiftwork.queues as known (name, keep_completed, keep_failed, keep_cancelled, keep_expired)
-  values (queue, completed, failed, cancelled, expired)
-  on conflict (name) do update set
-    keep_completed = coalesce(excluded.keep_completed, known.keep_completed),
-    keep_failed = coalesce(excluded.keep_failed, known.keep_failed),
-    keep_cancelled = coalesce(excluded.keep_cancelled, known.keep_cancelled),
-    keep_expired = coalesce(excluded.keep_expired, known.keep_expired);
+  insert into shiftwork.queues (name) select queue where queue <> '*' on conflict do nothing;
+  update shiftwork.queues as known
+     set keep_completed = coalesce(completed, known.keep_completed), keep_failed = coalesce(failed, known.keep_failed),
+         keep_cancelled = coalesce(cancelled, known.keep_cancelled), keep_expired = coalesce(expired, known.keep_expired)
+   where known.name = queue;
   perform shiftwork.note(actor, 'retain', jsonb_build_object('queue', queue), after => jsonb_strip_nulls(jsonb_build_object(
     'completed', completed, 'failed', failed, 'cancelled', cancelled, 'expired', expired)));
 end $$;

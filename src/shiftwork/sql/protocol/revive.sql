@@ -18,6 +18,7 @@ begin
      order by ended.task collate "C", ended.unique_key collate "C", ended.id for update skip locked
   loop
     begin
+      made := null;
       delete from shiftwork.history as ended where ended.id = former.id and ended.forget_on = former.forget_on;
       for turn in 1..2 loop
         insert into shiftwork.jobs (
@@ -32,6 +33,9 @@ begin
         returning jobs.id into made;
         exit when found;
       end loop;
+      if made is null then
+        raise exception 'its unique key is taken';
+      end if;
       -- A request to cancel that came too late for its former life is not meant for this one.
       delete from shiftwork.signals as signal where signal.job = former.id;
     exception when others then

@@ -1,0 +1,231 @@
+"""NOTIFY is sent only while somebody sleeps, for every way in, and never for what is rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.concurrency import elsewhere
+from tests.harness import Protocol
+
+WAYS: dict[str, Any] = {
+    "batch": 'select {}.enqueue_many(\'[{{"task": "t", "queue": "mail"}}]\')',
+    "keyed": "select {}.enqueue('t', queue => 'mail', unique_key => 'k')",
+    "function": "select {}.enqueue('t', queue => 'mail')",
+    "insert": "insert into {}.jobs (task, queue) values ('t', 'mail')",
+}
+
+
+class Listener:
+    """A session that listens, and says what it heard."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self.connection = connection
+        self.heard: list[tuple[str, str]] = []
+        connection.add_notify_handler(lambda note: self.heard.append((note.channel, note.payload)))
+
+    def listen(self, channel: str) -> None:
+        self.connection.execute(f"listen {channel}".encode())
+
+    def news(self) -> list[tuple[str, str]]:
+        """What came since the last call. Our own ping is behind all that was committed before it."""
+        self.connection.execute("listen ping")
+        self.connection.execute("notify ping")
+        assert self.heard[-1] == ("ping", "")
+        found, self.heard = self.heard[:-1], []
+        return found
+
+
+@contextmanager
+def listening(dsn: str, *channels: str) -> Iterator[Listener]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        listener = Listener(connection)
+        for channel in channels:
+            listener.listen(channel)
+        yield listener
+
+
+@pytest.fixture
+def ear(dsn: str) -> Iterator[Listener]:
+    with listening(dsn, "shiftwork_wake", "shiftwork_done", "shiftwork_cancel") as listener:
+        yield listener
+
+
+def sleep(protocol: Protocol, seconds: float = 60) -> list[str]:
+    return [row["virtual_transaction"] for row in protocol.rows("select * from {}.sleep(%s)", seconds)]
+
+
+def test_nobody_is_notified_unless_somebody_sleeps(protocol: Protocol, ear: Listener) -> None:
+    # spec: SH-6, D-6
+    for text in WAYS.values():
+        protocol.rows(text)
+    assert ear.news() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_wakes_a_sleeper_with_the_name_of_the_queue(
+    protocol: Protocol, ear: Listener, way: str
+) -> None:
+    # spec: SH-6, D-6, ST-4
+    assert sleep(protocol) == []
+    protocol.rows(WAYS[way])
+    assert ear.news() == [("shiftwork_wake", "mail")]
+
+
+def test_a_statement_notifies_once_for_each_queue_and_once_for_many(
+    protocol: Protocol, ear: Listener
+) -> None:
+    # spec: SH-6, D-6
+    sleep(protocol)
+    protocol.enqueue_many({"task": "t", "queue": f"q{n % 2}"} for n in range(100))
+    assert sorted(ear.news()) == [("shiftwork_wake", "q0"), ("shiftwork_wake", "q1")]
+    protocol.enqueue_many({"task": "t", "queue": f"q{n}"} for n in range(100))
+    assert ear.news() == [("shiftwork_wake", "")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_heard_before_commit_or_after_rollback(
+    protocol: Protocol, ear: Listener, way: str
+) -> None:
+    # spec: SH-6, D-6
+    sleep(protocol)
+    with protocol.connection.transaction(force_rollback=True):
+        protocol.rows(WAYS[way])
+    assert ear.news() == []
+    with protocol.connection.transaction():
+        protocol.rows(WAYS[way])
+        assert ear.news() == []
+    assert ear.news() == [("shiftwork_wake", "mail")]
+
+
+def test_a_sleep_lapses_by_itself_and_nobody_lowers_it(protocol: Protocol, ear: Listener) -> None:
+    # spec: D-6
+    sleep(protocol, 3600)
+    sleep(protocol, 1)
+    sleep(protocol, -5)
+    protocol.shift_clock(timedelta(minutes=59))
+    protocol.enqueue()
+    assert ear.news() == [("shiftwork_wake", "default")]
+    protocol.shift_clock(timedelta(minutes=61))
+    protocol.enqueue()
+    assert ear.news() == []
+
+
+def test_a_sleeper_is_told_which_transactions_were_already_writing(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-6, D-6
+    with elsewhere(dsn) as other:
+        with other.connection.transaction():
+            other.enqueue()  # nobody slept: no notification will come of this
+            [flying] = sleep(protocol)
+            mine = other.value(
+                "select virtualtransaction from pg_locks "
+                "where pid = pg_backend_pid() and locktype = 'virtualxid'"
+            )
+            assert flying == mine
+        assert sleep(protocol) == []
+
+
+def test_a_transaction_with_an_older_snapshot_wakes_a_sleeper_too(
+    dsn: str, protocol: Protocol, ear: Listener
+) -> None:
+    # spec: SH-6, D-6
+    with elsewhere(dsn) as other:
+        other.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        with other.connection.transaction():
+            other.rows("select 1 from {}.tasks")
+            sleep(protocol)
+            other.enqueue()
+        assert ear.news() == [("shiftwork_wake", "default")]
+
+
+@pytest.mark.parametrize("way", ["release", "reap", "stray", "revive", "run_now", "resume", "replace"])
+def test_whatever_makes_a_job_claimable_wakes_a_sleeper(protocol: Protocol, ear: Listener, way: str) -> None:
+    # spec: QU-8, D-6
+    job = protocol.enqueue(unique_key="k", delay=60 if way in {"run_now", "replace"} else 0)
+    worker = protocol.register()
+    claimed = protocol.claim(worker)
+    if way == "revive":
+        protocol.complete(worker, claimed.jobs)
+    if way == "resume":
+        protocol.rows("select {}.pause(queue => 'default')")
+    sleep(protocol)
+    match way:
+        case "release":
+            protocol.release(worker, claimed.held)
+        case "reap":
+            protocol.lapse(worker)
+            protocol.reap()
+        case "stray":
+            protocol.heartbeat(worker, answered=claimed.report["claim"])
+        case "revive":
+            protocol.revive(job)
+        case "run_now":
+            protocol.run_now(job)
+        case "resume":
+            protocol.rows("select {}.resume(queue => 'default')")
+        case _:
+            protocol.enqueue(unique_key="k", unique_action="replace")
+    assert ear.news() == [("shiftwork_wake", "default")]
+
+
+def test_finished_jobs_are_announced_while_somebody_waits_for_results(
+    protocol: Protocol, ear: Listener
+) -> None:
+    # spec: D-6, D-28
+    worker = protocol.register()
+    protocol.enqueue()
+    protocol.complete(worker, protocol.claim(worker).jobs)
+    assert ear.news() == []
+
+    protocol.rows("select {}.await_results(60)")
+    done, again, cancelled = protocol.enqueue(), protocol.enqueue(), protocol.enqueue()
+    expired = protocol.enqueue(expires_in=0)
+    protocol.cancel(cancelled)
+    protocol.expire()
+    protocol.claim(worker)
+    protocol.settle(
+        worker,
+        {"id": done, "attempt": 1, "state": "completed"},
+        {"id": again, "attempt": 1, "state": "scheduled", "delay": 60},
+    )
+    heard = [("shiftwork_done", str(job)) for job in (cancelled, expired, done)]
+    assert ear.news() == heard
+    with protocol.connection.transaction(force_rollback=True):
+        protocol.cancel(again)
+    assert ear.news() == []
+
+
+def test_the_holder_of_a_job_hears_that_it_is_to_be_cancelled(protocol: Protocol, ear: Listener) -> None:
+    # spec: D-6
+    job = protocol.enqueue()
+    protocol.claim(protocol.register())
+    protocol.cancel(job)
+    assert ear.news() == [("shiftwork_cancel", str(job))]
+
+
+def test_nobody_notifies_into_a_queue_that_is_more_than_half_full(protocol: Protocol, ear: Listener) -> None:
+    # spec: D-6
+    notifying = protocol.rows(
+        "select oid::regprocedure::text as name, pg_get_functiondef(oid) as source from pg_proc "
+        "where pronamespace = '{}'::regnamespace and prosrc like '%%pg_notify(%%'",
+    )
+    assert len(notifying) >= 3
+    for function in notifying:
+        # As if it were: filling eight gigabytes takes longer than we have.
+        source = function["source"].replace("pg_notification_queue_usage()", "0.51")
+        assert source != function["source"], function["name"]
+        protocol.connection.execute(source.encode())
+    sleep(protocol)
+    protocol.rows("select {}.await_results(60)")
+    for text in WAYS.values():
+        protocol.rows(text)
+    worker = protocol.register()
+    first, *rest = protocol.claim(worker, "mail").jobs
+    protocol.cancel(first["id"])
+    protocol.complete(worker, rest)
+    assert ear.news() == []
