@@ -1,31 +1,59 @@
-"""The `shiftwork` command. Sub-commands are imported when they are asked for, so that `--help` stays quick."""
+"""The `shiftwork` command. Sub-commands are imported when they are asked for, so `--help` stays quick."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import sys
 
 import click
 
 COMMANDS = {
-    "db": "shiftwork.cli.db:db",
+    "db": ("shiftwork.cli.db:db", "The PostgreSQL server that comes with shiftwork."),
+    "demo": ("shiftwork.demo:demo", "See jobs go in, being claimed and settled, on a server of its own."),
+    "jobs": ("shiftwork.cli.jobs:jobs", "List, show, enqueue, cancel, revive and count jobs."),
+    "migrate": ("shiftwork.cli.migrate:migrate", "Install the schema in a database, or bring it up to date."),
+    "purge": ("shiftwork.cli.queues:purge", "Forget finished jobs that need not be kept any longer."),
+    "queues": ("shiftwork.cli.queues:queues", "List, pause and resume queues; say how long jobs are kept."),
+    "tasks": ("shiftwork.cli.queues:tasks", "List, pause and resume tasks."),
 }
+"""Where each command is, and what it does in a line: the list of commands imports none of them."""
+
+CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 nothing failed, but what was asked for is not so."
 
 
 class LazyGroup(click.Group):
     """A group whose commands are imported only when one of them is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *COMMANDS})
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module, name = COMMANDS[cmd_name].split(":")
+            return None
+        module, name = COMMANDS[cmd_name][0].split(":")
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)  # noqa: S101
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=CODES)
+@click.version_option(package_name="shiftwork", message="shiftwork %(version)s")
 def main() -> None:
-    """Background work for Python on PostgreSQL."""
+    """Background work for Python on PostgreSQL.
+
+    Commands that need a database take it from --dsn, else from DATABASE_URL, else they use the embedded
+    server, which is started if need be.
+    """
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a terminal that knows few letters gets \u2026 instead of an error
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(io.UnsupportedOperation):
+                stream.reconfigure(errors="backslashreplace")

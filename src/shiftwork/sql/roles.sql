@@ -24,7 +24,8 @@ begin
   for one in
     select relation.relkind, relation.relname from pg_class as relation
      where relation.relnamespace = 'shiftwork'::regnamespace and relation.relkind in ('r', 'p', 'v', 'S')
-       and not exists (select from pg_depend as owned where owned.objid = relation.oid and owned.deptype in ('a', 'i'))
+       and (relation.relkind <> 'S'  -- a column's own sequence goes with its table
+            or not exists (select from pg_depend as owned where owned.objid = relation.oid and owned.deptype in ('a', 'i')))
   loop
     execute format('alter %s shiftwork.%I owner to shiftwork_owner',
                    case one.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end, one.relname);
@@ -51,6 +52,8 @@ grant execute on function
   shiftwork.enqueue_many(jsonb), shiftwork.clock()
   to shiftwork_producer, shiftwork_worker, shiftwork_operator;
 grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
+
+grant select on sequence shiftwork.asleep_until to shiftwork_producer;      -- the trigger's condition is evaluated as whoever inserts
 
 -- A viewer reads, and changes nothing.
 grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
