@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shiftwork.cli.printing import clean_lines
 from shiftwork.errors import (
     ConfigurationError,
     DatabaseError,
     DatabaseUnavailable,
     InvalidArgument,
-    NotAllowed,
     ShiftworkError,
     UnknownJob,
 )
@@ -52,33 +52,47 @@ HINTS = (
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def told(schema: str = "shiftwork") -> Iterator[None]:
     """Errors are told in their own words, with what to do, and without a traceback."""
     try:
         yield
-    except InvalidArgument as error:
-        raise Refused(str(error)) from error
-    except UnknownJob as error:
-        raise NotSo(str(error)) from error
-    except DatabaseUnavailable as error:
-        said = " ".join(str(error).split())
-        hint = next((hint for sign, hint in HINTS if sign in said), "")
-        raise click.ClickException(f"{said}\n{hint}".strip()) from error
-    except NotAllowed as error:
-        raise click.ClickException(f"{error}\nUse a DSN of a role that may.") from error
-    except DatabaseError as error:
-        raise click.ClickException(f"{error}{_ADVICE.get(error.sqlstate or '', '')}") from error
     except ShiftworkError as error:
-        raise click.ClickException(str(error)) from error
+        raise _said(error) from error
+    except Exception as error:
+        import psycopg  # noqa: PLC0415  -- whoever raised its errors has imported it
+
+        from shiftwork.database import translate  # noqa: PLC0415
+
+        if not isinstance(error, psycopg.Error):
+            raise
+        raise _said(translate(error, schema, commits=False, alive=error.sqlstate is not None)) from error
 
 
-_ADVICE = {
-    "55P03": "\nSomebody holds a lock that this needs, such as a long transaction. "
+def _said(error: ShiftworkError) -> click.ClickException:
+    match error:
+        case InvalidArgument():
+            return Refused(clean_lines(error))
+        case UnknownJob():
+            return NotSo(clean_lines(error))
+        case DatabaseUnavailable():
+            said = " ".join(str(error).split())
+            advice = next((hint for sign, hint in HINTS if sign in said), "")
+            return click.ClickException(clean_lines(f"{said}\n{advice}".strip()))
+        case DatabaseError():
+            advice = ADVICE.get(error.sqlstate or "", "")
+            return click.ClickException(clean_lines(f"{error}\n{advice}".strip()))
+        case _:
+            return click.ClickException(clean_lines(error))
+
+
+ADVICE = {
+    "42501": "Use a DSN of a role that may.",
+    "55P03": "Somebody holds a lock that this needs, such as a long transaction. "
     "The step that failed changed nothing; run it again when they are done.",
-    "40P01": "\nRun it again.",
-    "42710": "\nRemove what is in the way, or use another schema.",
-    "42P07": "\nThe schema holds a table of that name that is not ours; use another schema (--schema).",
-    "25006": "\nThis is a standby or is set to read only; connect to the primary.",
+    "40P01": "Run it again.",
+    "42710": "Remove what is in the way, or use another schema.",
+    "42P07": "The schema holds a table of that name that is not ours; use another schema (--schema).",
+    "25006": "This is a standby or is set to read only; connect to the primary.",
 }
 
 
@@ -93,7 +107,7 @@ def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--dsn and --schema; the command gets what they and the environment say, as `settings`."""
 
     def ask(dsn: str | None, schema: str | None, **rest: Any) -> Any:  # noqa: ANN401
-        with told():
+        with told(schema or "shiftwork"):
             return command(settings=Settings.read(dsn=dsn, schema=schema), **rest)
 
     ask.__name__, ask.__doc__ = command.__name__, command.__doc__

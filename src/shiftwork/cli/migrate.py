@@ -66,19 +66,13 @@ def migrate(settings: Settings, mode: str | None, roles: bool) -> None:
 
 @contextlib.contextmanager
 def connected(settings: Settings) -> Iterator[tuple[psycopg.Connection[Any], str]]:
-    """A connection to migrate on, with its errors told in our words; and which database it is."""
-    import psycopg  # noqa: PLC0415
-
+    """A connection to migrate on, and which database that is."""
     from shiftwork import embedded  # noqa: PLC0415
-    from shiftwork.database import connect, translate  # noqa: PLC0415
+    from shiftwork.database import connect  # noqa: PLC0415
 
     with contextlib.ExitStack() as stack:
         where = place(settings)
         if settings.dsn is None:
             server = stack.enter_context(embedded.start())
             settings = dataclasses.replace(settings, dsn=server.url)
-        connection = stack.enter_context(connect(settings))
-        try:
-            yield connection, where
-        except psycopg.Error as error:
-            raise translate(error, settings.schema, commits=False, alive=not connection.closed) from error
+        yield stack.enter_context(connect(settings)), where

@@ -29,6 +29,11 @@ def clean(text: object) -> str:
     )
 
 
+def clean_lines(text: object) -> str:
+    """The same for a text of several lines."""
+    return "\n".join(map(clean, str(text).split("\n")))
+
+
 def shortened(text: object, most: int = 60) -> str:
     """A text for a cell of a table."""
     said = clean(text)
@@ -101,11 +106,12 @@ def _print_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], numbers:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
+    used = [place for place in range(len(columns)) if any(row[place] for row in cells)]  # room is scarce
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in columns:
+    for name in (columns[place] for place in used):
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in cells:
-        table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+        table.add_row(*(Text(row[place], style=COLOURS.get(row[place], "")) for place in used))
     Console(highlight=False).print(table)
 
 

@@ -73,18 +73,17 @@ def tasks() -> None:
 @database_options
 @json_option
 def list_queues(settings: Settings, as_json: bool) -> None:
-    """List queues: what is in them, whether they are paused, and for how many days they keep what."""
+    """List queues: what is in them, whether they are paused, and how long they keep what is finished."""
     with opened(settings) as app:
         found = [_with_moment(row) for row in ask(app, QUEUES)]
     if as_json:
         print_json(found)
         return
     rows = [
-        (shortened(row["name"]), *_live(row), *(_days(row[ending]) for ending in ENDINGS), _pause(row))
+        (shortened(row["name"]), *_live(row), _kept({ending: row[ending] for ending in ENDINGS}), _pause(row))
         for row in found
     ]
-    columns = ("queue", *LIVE, *(f"keeps {ending}" for ending in ENDINGS), "paused")
-    print_table(columns, rows, numbers=columns[1:-1])
+    print_table(("queue", *LIVE, "keeps", "paused"), rows, numbers=LIVE)
 
 
 @tasks.command("list")
@@ -118,8 +117,11 @@ def _live(row: Mapping[str, Any]) -> list[object]:
     return [row["jobs"].get(state, "") for state in LIVE]
 
 
-def _days(days: int | None) -> str:
-    return "" if days is None else "forever" if days == UNLIMITED else f"{days}d"
+def _kept(kept: Mapping[str, int | None]) -> str:
+    said = {ending: kept[ending] for ending in ENDINGS if kept[ending] is not None}
+    return ", ".join(
+        f"{ending} {'forever' if days == UNLIMITED else f'{days}d'}" for ending, days in said.items()
+    )
 
 
 def _pause(row: Mapping[str, Any]) -> str:
@@ -197,8 +199,7 @@ def retain(settings: Settings, name: str, **kept: int | None) -> None:
         raise click.UsageError(f"Say what to keep: {', '.join(f'--{ending}' for ending in ENDINGS)}.")
     with opened(settings) as app:
         ask(app, RETAIN, _named("queue", name), *(kept[ending] for ending in ENDINGS))
-    said = ", ".join(f"{ending} {_days(kept[ending])}" for ending in ENDINGS if kept[ending] is not None)
-    click.echo(f"queue {clean(name)} keeps {said}.")
+    click.echo(f"queue {clean(name)} keeps {_kept(kept)}.")
 
 
 @click.command()
