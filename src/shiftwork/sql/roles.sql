@@ -8,7 +8,7 @@ begin
   foreach role in array array['owner', 'producer', 'worker', 'operator', 'viewer'] loop
     begin
       execute format('create role %I nologin', 'shiftwork_' || role);
-    exception when duplicate_object then
+    exception when duplicate_object or unique_violation then  -- the latter when someone creates it right now
       null;
     end;
   end loop;
@@ -35,7 +35,7 @@ begin
     execute format('alter function %s owner to shiftwork_owner', one.signature);
   end loop;
   for one in select type.typname from pg_type as type
-              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype = 'e' loop
+              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e') loop
     execute format('alter type shiftwork.%I owner to shiftwork_owner', one.typname);
   end loop;
 end $$;
