@@ -14,49 +14,42 @@ return greatest(now(), statement_timestamp());
 -- What a value may be is said by its domain: it is checked where the value is set, and not again whenever its row changes.
 create domain shiftwork.task_name as text check (octet_length(value) between 1 and 200);
 create domain shiftwork.queue_name as text check (octet_length(value) between 1 and 100);
-create domain shiftwork.key as text check (octet_length(value) between 1 and 255);
+create domain shiftwork.unique_key as text check (octet_length(value) between 1 and 255);
 create domain shiftwork.counter as int check (value between 0 and 1000000000);
-create domain shiftwork.attempts_allowed as int check (value > 0);
-create domain shiftwork.days as int check (value >= 0);
-create domain shiftwork.instant as timestamptz
-  check (value >= '0001-01-01 00:00+00' and value < '10000-01-01 00:00+00');
+create domain shiftwork.instant as timestamptz check (value >= '0001-01-01 00:00+00' and value < '10000-01-01 00:00+00');
 create domain shiftwork.payload as jsonb check (jsonb_typeof(value) = 'object');
-create domain shiftwork.tags as text[] check (cardinality(value) <= 50 and array_position(value, null) is null);
 
 create table shiftwork.jobs (
   id            bigint generated always as identity primary key,
   state         shiftwork.job_state not null default 'ready',
   priority      int not null,
-  run_at        shiftwork.instant not null default shiftwork.clock(),
-  created_at    shiftwork.instant not null default shiftwork.clock(),
+  run_at        shiftwork.instant not null,
+  created_at    shiftwork.instant not null,
   attempt       shiftwork.counter not null default 0,
   failures      shiftwork.counter not null default 0,
   resets        shiftwork.counter not null default 0,
-  max_attempts  shiftwork.attempts_allowed not null,
+  max_attempts  int not null,
   expires_at    shiftwork.instant,
   claimed_at    timestamptz,
   started_at    timestamptz,
   finished_at   timestamptz,
   worker        bigint,
   claim         bigint,
-  keep          shiftwork.days,
+  keep          int,
   unique_scope  shiftwork.unique_scope,
   task          shiftwork.task_name not null,
   queue         shiftwork.queue_name not null,
   payload       shiftwork.payload not null default '{}',
-  unique_key    shiftwork.key,
+  unique_key    shiftwork.unique_key,
   held_key      text,
-  tags          shiftwork.tags not null default '{}',
+  tags          text[] not null default '{}',
   result        jsonb,
   error         jsonb,
 
   constraint state_fits check (
-    state < 'completed' and finished_at is null
-    and (state in ('running', 'waiting')) = (claimed_at is not null)
-    and (started_at is null or claimed_at is not null)
-    and (state <> 'running' or (worker is not null and claim is not null))
-  ),
-  constraint key_fits check ((unique_key is null) = (unique_scope is null) and (held_key is null or held_key is not distinct from unique_key))
+    state < 'completed' and (state >= 'running') = (claimed_at is not null and worker is not null)
+    and max_attempts > 0
+  )
 ) with (
   fillfactor = 80,
   autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,

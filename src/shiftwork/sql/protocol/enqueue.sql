@@ -13,9 +13,14 @@ begin
     raise exception using errcode = 'SW001', message = 'enqueue_many takes a JSON array of jobs';
   end if;
 
+  if pg_column_size(jobs) > 8192 then
+    perform shiftwork.check_payload(one ->> 'task', one -> 'payload') from jsonb_array_elements(jobs) as one
+      where pg_column_size(one) > 8192;
+  end if;
+
   return query
-  with wanted as (
-    select wish.*, row_number() over (order by wish.ordinal) as place
+  with wanted as materialized (
+    select wish.*
       from rows from (jsonb_to_recordset(jobs) as (
              task text, payload jsonb, queue text, priority int, delay double precision, run_at timestamptz,
              expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int
@@ -24,20 +29,20 @@ begin
      where wish.unique_key is null
   ), fresh as (
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
-    select task, coalesce(payload, '{}'), coalesce(wanted.queue, known.queue, 'default'),
+    select wanted.task, coalesce(wanted.payload, '{}'), coalesce(wanted.queue, known.queue, 'default'),
            coalesce(wanted.priority, known.priority, 0), coalesce(wanted.max_attempts, known.max_attempts, 5),
-           greatest(coalesce(run_at, present + delay * interval '1 second', present), present), present,
-           case when coalesce(run_at, present + delay * interval '1 second', present) > present
-                then 'scheduled' else 'ready' end::shiftwork.job_state,
-           coalesce(expires_at, present + expires_in * interval '1 second'), coalesce(tags, '{}'), keep
+           due.run_at, present, case when due.run_at > present then 'scheduled' else 'ready' end::shiftwork.job_state,
+           coalesce(wanted.expires_at, present + wanted.expires_in * interval '1 second'), coalesce(wanted.tags, '{}'), wanted.keep
       from wanted left join shiftwork.tasks as known on known.name = wanted.task
+           cross join lateral (
+             select greatest(coalesce(wanted.run_at, present + wanted.delay * interval '1 second'), present) as run_at) as due
      order by wanted.ordinal
     returning jobs.id
-  ), numbered as (
-    select fresh.id, row_number() over (order by fresh.id) as place from fresh
   )
-  select wanted.ordinal::int, numbered.id, 'created'::text
-    from wanted join numbered on numbered.place = wanted.place;
+  -- Ids are given in the order of the rows.
+  select pair.ordinal::int, pair.id, 'created'::text
+    from unnest(array(select wanted.ordinal from wanted order by wanted.ordinal),
+                array(select fresh.id from fresh order by fresh.id)) as pair (ordinal, id);
 
   if not jsonb_path_exists(jobs, '$[*].unique_key ? (@ != null)') then
     return;
@@ -197,9 +202,8 @@ create or replace function shiftwork.enqueue(
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
-  present timestamptz := shiftwork.clock();
-  known record;
-  due timestamptz := greatest(coalesce(run_at, present + delay), present);
+  present constant timestamptz := shiftwork.clock();
+  due constant timestamptz := greatest(coalesce(run_at, present + delay), present);
 begin
   if unique_key is not null then
     select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
@@ -208,16 +212,14 @@ begin
       'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as made;
     return;
   end if;
-  if queue is null or priority is null or max_attempts is null then
-    select one.queue, one.priority, one.max_attempts into known from shiftwork.tasks as one where one.name = task;
-    queue := coalesce(queue, known.queue, 'default');
-    priority := coalesce(priority, known.priority, 0);
-    max_attempts := coalesce(max_attempts, known.max_attempts, 5);
+  if pg_column_size(payload) > 8192 then
+    perform shiftwork.check_payload(task, payload);
   end if;
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
-  values (task, coalesce(payload, '{}'), queue, priority, max_attempts, due, present,
-          case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state,
-          expires_at, coalesce(tags, '{}'), keep)
+  select task, coalesce(payload, '{}'), coalesce(queue, known.queue, 'default'), coalesce(priority, known.priority, 0),
+         coalesce(max_attempts, known.max_attempts, 5), due, present,
+         case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state, expires_at, coalesce(tags, '{}'), keep
+    from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
   returning jobs.id into id;
   outcome := 'created';
 end $$;

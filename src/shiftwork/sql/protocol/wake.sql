@@ -3,13 +3,13 @@
 
 -- Is the time in this sequence still to come?
 create or replace function shiftwork.is_declared(until regclass) returns boolean language sql volatile
-as $$ select coalesce(pg_sequence_last_value(until), 0) > extract(epoch from shiftwork.clock()) * 1000 $$;
+as $$ select coalesce(pg_sequence_last_value(until), 0) > extract(epoch from clock_timestamp()) * 1000 $$;
 
 -- Raise the time in a sequence; never lower it.
 create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
 language plpgsql as $$
 declare
-  until bigint := (extract(epoch from shiftwork.clock()) + least(greatest(seconds, 0), 86400)) * 1000;
+  until bigint := (extract(epoch from clock_timestamp()) + least(greatest(seconds, 0), 86400)) * 1000;
 begin
   perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0));
   if coalesce(pg_sequence_last_value(sequence), 0) < until then
@@ -58,14 +58,16 @@ begin
   perform shiftwork.declare_until('shiftwork.awaited_until', seconds);
 end $$;
 
+-- Every INSERT wakes, however it came about. The condition stands in the trigger, so that nothing is called while nobody
+-- sleeps; sleep is a matter of the server's own time.
 create or replace function shiftwork.wake_on_insert() returns trigger
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 begin
-  if shiftwork.is_declared('shiftwork.asleep_until') then
-    perform shiftwork.wake(array(select distinct fresh.queue from fresh limit 9));
-  end if;
+  perform shiftwork.wake(array(select distinct fresh.queue::text from fresh limit 9));
   return null;
 end $$;
 
 create or replace trigger wake_on_insert after insert on shiftwork.jobs
-  referencing new table as fresh for each statement execute function shiftwork.wake_on_insert();
+  referencing new table as fresh for each statement
+  when (pg_sequence_last_value('shiftwork.asleep_until') > extract(epoch from clock_timestamp()) * 1000)
+  execute function shiftwork.wake_on_insert();
