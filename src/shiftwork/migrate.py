@@ -59,7 +59,8 @@ def migrations() -> list[Migration]:
     folder = files("shiftwork.sql") / "migrations"
     found = sorted(file.name for file in folder.iterdir() if file.name.endswith(".sql"))
     return [
-        Migration(int(name[:4]), name.removesuffix(".sql"), (folder / name).read_text("utf-8")) for name in found
+        Migration(int(name[:4]), name.removesuffix(".sql"), (folder / name).read_text("utf-8"))
+        for name in found
     ]
 
 
@@ -141,13 +142,12 @@ def migrate(
 
 def require(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> None:
     """Refuse a database whose protocol is older than ours; a newer one serves older clients."""
+    check_schema(schema)
     with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
         installed, _, _ = _installed(cursor, schema)
     if installed < PROTOCOL:
         what = f"protocol {installed} is installed" if installed else "nothing is installed"
-        raise SchemaTooOld(
-            f"in schema {schema!r} {what}, and {PROTOCOL} is needed: run `shiftwork migrate`"
-        )
+        raise SchemaTooOld(f"in schema {schema!r} {what}, and {PROTOCOL} is needed: run `shiftwork migrate`")
 
 
 def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migration]:
@@ -160,7 +160,9 @@ def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migrati
                 continue
             _run(cursor, step.text, schema)
             cursor.execute(
-                sql.SQL("insert into {}.migrations (number, name) values (%s, %s)").format(sql.Identifier(schema)),
+                sql.SQL("insert into {}.migrations (number, name) values (%s, %s)").format(
+                    sql.Identifier(schema)
+                ),
                 (step.number, step.name),
             )
         yield step
@@ -182,7 +184,9 @@ def _installed(cursor: psycopg.Cursor[Any], schema: str) -> tuple[int, str | Non
         return 0, None, set()
     rows = cursor.execute(sql.SQL("select number from {}.migrations").format(name)).fetchall()
     stamps = (
-        cursor.execute(sql.SQL("select value from {}.settings where name = 'protocol'").format(name)).fetchall()
+        cursor.execute(
+            sql.SQL("select value from {}.settings where name = 'protocol'").format(name)
+        ).fetchall()
         if has_settings
         else []
     )

@@ -1,0 +1,356 @@
+"""Installing and upgrading: raced, killed, locked out, refused; and the same by script and by Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.rows import scalar_row, tuple_row
+
+from shiftwork import migrate as installing
+from shiftwork.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
+from shiftwork.migrate import Migration, migrate, pending, require, script
+from tests.concurrency import elsewhere
+from tests.harness import Protocol
+from tests.test_psql import psql
+
+CATALOGS = """
+select 'relation' as kind, relname::text as name,
+       concat_ws(' ', relkind, relispartition, reloptions::text, relacl::text) as shape
+  from pg_class where relnamespace = %(schema)s::regnamespace and relkind <> 't'
+union all
+select 'column', attrelid::regclass || '.' || attname,
+       concat_ws(' ', attnum, format_type(atttypid, atttypmod), attnotnull, attidentity, attgenerated,
+                 pg_get_expr(adbin, adrelid))
+  from pg_attribute join pg_class on pg_class.oid = attrelid
+  left join pg_attrdef on adrelid = attrelid and adnum = attnum
+ where relnamespace = %(schema)s::regnamespace and relkind in ('r', 'p', 'v') and attnum > 0
+union all
+select 'constraint', conrelid::regclass || '.' || conname, pg_get_constraintdef(oid)
+  from pg_constraint where connamespace = %(schema)s::regnamespace
+union all
+select 'index', indexrelid::regclass::text, pg_get_indexdef(indexrelid)
+  from pg_index join pg_class on pg_class.oid = indexrelid where relnamespace = %(schema)s::regnamespace
+union all
+select 'function', oid::regprocedure::text, concat_ws(' ', pg_get_functiondef(oid), proacl::text)
+  from pg_proc where pronamespace = %(schema)s::regnamespace
+union all
+select 'trigger', tgrelid::regclass || '.' || tgname, pg_get_triggerdef(pg_trigger.oid)
+  from pg_trigger join pg_class on pg_class.oid = tgrelid where relnamespace = %(schema)s::regnamespace
+union all
+select 'type', typname, concat_ws(' ', typtype, format_type(typbasetype, typtypmod), (
+         select string_agg(enumlabel, ',' order by enumsortorder) from pg_enum where enumtypid = pg_type.oid))
+  from pg_type where typnamespace = %(schema)s::regnamespace and typtype in ('d', 'e')
+"""
+CONTENTS = {
+    "moves": "verb || coalesce(before::text, '') || after",
+    "queues": "queues::text",
+    "settings": "settings::text",
+    "migrations": "number || name",
+}
+
+
+def shape_of(connection: psycopg.Connection[Any], schema: str) -> set[tuple[str, ...]]:
+    """Everything that was installed, with the schema's name left out."""
+    with connection.cursor(row_factory=tuple_row) as cursor:
+        rows = cursor.execute(CATALOGS, {"schema": schema}).fetchall()
+        for table, columns in CONTENTS.items():
+            text: Any = f"select '{table}', {columns}, '' from {schema}.{table}"
+            rows += cursor.execute(text).fetchall()
+    assert len(rows) > 200
+    return {tuple(one.replace(schema, "schema") for one in row) for row in rows}
+
+
+@pytest.fixture
+def empty(empty_dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(empty_dsn, autocommit=True) as connection:
+        yield connection
+
+
+def test_migrating_installs_everything_once_and_then_finds_nothing_to_do(
+    empty: psycopg.Connection[Any],
+) -> None:
+    # spec: HO-35, QU-30
+    plan = pending(empty)
+    assert (plan.installed, bool(plan), plan.functions) == (0, True, True)
+    with pytest.raises(SchemaTooOld, match="shiftwork migrate"):
+        require(empty)
+    done = migrate(empty)
+    assert done == [*(f"applied {step.name}" for step in installing.migrations()), "created the functions"]
+    job = Protocol(empty).enqueue()
+    assert not pending(empty)
+    require(empty)
+    before = shape_of(empty, "shiftwork")
+    assert migrate(empty) == []
+    assert shape_of(empty, "shiftwork") == before
+    assert Protocol(empty).state(job) == "ready"
+
+
+RACER = """
+import json, sys, psycopg
+from shiftwork.migrate import migrate
+with psycopg.connect(sys.argv[1], autocommit=True) as connection:
+    connection.execute("select pg_advisory_lock_shared(1)")
+    print(json.dumps(migrate(connection)))
+"""
+
+
+def test_migrators_that_race_in_many_processes_do_it_once(
+    empty_dsn: str, empty: psycopg.Connection[Any]
+) -> None:
+    # spec: HO-35
+    empty.execute("select pg_advisory_lock(1)")
+    with ExitStack() as stack:
+        racers = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", RACER, empty_dsn], stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(4)
+        ]
+        deadline = monotonic() + 60
+        waiting = 0
+        with empty.cursor(row_factory=scalar_row) as cursor:
+            while waiting < len(racers):
+                assert monotonic() < deadline, "the racers never came to the start"
+                assert all(racer.poll() is None for racer in racers)
+                cursor.execute("select count(*) from pg_locks where locktype = 'advisory' and not granted")
+                waiting = cursor.fetchone() or 0
+        empty.execute("select pg_advisory_unlock(1)")
+        answers = [json.loads(racer.communicate(timeout=120)[0]) for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * len(racers)
+    said = [line for answer in answers for line in answer]
+    assert sorted(said) == sorted(
+        [*(f"applied {step.name}" for step in installing.migrations()), "created the functions"]
+    )
+    assert not pending(empty)
+
+
+# Each child has a schema of its own, and kills itself right before its n-th statement.
+KILLED = """
+import os, signal, sys, psycopg
+from shiftwork import migrate as installing
+from tests.test_migrate import longer
+
+steps = longer()
+installing.migrations = lambda: steps
+original = psycopg.Cursor.execute
+for number in range(1, 200):
+    child = os.fork()
+    if child == 0:
+        left = number
+        def execute(self, *args, **kwargs):
+            global left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args, **kwargs)
+        psycopg.Cursor.execute = execute
+        with psycopg.connect(sys.argv[1], autocommit=True) as connection:
+            installing.migrate(connection, f"killed_{number}")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status) or print(number))
+"""
+
+
+def longer() -> list[Migration]:
+    """Our migrations and two more, so that there is something between the first and the last."""
+    last = installing.migrations()[-1]
+    texts = [
+        "create table shiftwork.second (a int); insert into shiftwork.second values (1);",
+        "alter table shiftwork.second add b int not null default 2;",
+    ]
+    return [
+        *installing.migrations(),
+        *(
+            replace(last, number=last.number + n, name=f"extra_{n}", text=text)
+            for n, text in enumerate(texts, 1)
+        ),
+    ]
+
+
+def test_a_migrator_that_was_killed_at_any_step_is_resumed_by_the_next(
+    empty_dsn: str, empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-35
+    killing = subprocess.run(
+        [sys.executable, "-c", KILLED, empty_dsn], check=False, capture_output=True, text=True, timeout=200
+    )
+    assert killing.returncode == 0, killing.stderr
+    survivor = int(killing.stdout)
+    assert survivor > 20
+    steps = longer()
+    monkeypatch.setattr(installing, "migrations", lambda: steps)
+    whole = shape_of(empty, f"killed_{survivor}")
+    resumed = {len(migrate(empty, f"killed_{number}")) for number in range(1, survivor)}
+    assert resumed == {1, 2, 3, 4}
+    for number in range(1, survivor):
+        assert shape_of(empty, f"killed_{number}") == whole
+
+
+def test_a_table_that_is_in_use_is_waited_for_only_briefly(
+    dsn: str, connection: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-35
+    monkeypatch.setattr(installing, "LOCK_TIMEOUT", "50ms")
+    connection.execute(
+        "update shiftwork.settings set value = value || '{\"fingerprint\": \"else\"}' where name = 'protocol'"
+    )
+    before = shape_of(connection, "shiftwork")
+    with elsewhere(dsn) as user:
+        with user.connection.transaction():
+            user.rows("lock table {}.jobs in access exclusive mode")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                migrate(connection)
+        assert shape_of(connection, "shiftwork") == before
+        assert migrate(connection) == ["re-created the functions"]
+
+
+def test_several_schemas_live_in_one_database_and_know_nothing_of_each_other(
+    empty_dsn: str, empty: psycopg.Connection[Any]
+) -> None:
+    # spec: QU-30
+    for schema in ("first_crew", "second_crew", "shiftwork"):
+        migrate(empty, schema)
+    shapes = [shape_of(empty, schema) for schema in ("first_crew", "second_crew", "shiftwork")]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+    heard: list[str] = []
+    with elsewhere(empty_dsn, "first_crew") as mine, elsewhere(empty_dsn, "second_crew") as other:
+        other.connection.add_notify_handler(lambda note: heard.append(note.channel))
+        other.connection.execute("listen first_crew_wake; listen second_crew_wake; listen shiftwork_wake")
+        for each in (mine, other):
+            each.rows("select * from {}.sleep(60)")
+        job = mine.enqueue("greet", unique_key="k", unique_scope="window")
+        assert other.claim(other.register()).jobs == []
+        assert heard == ["first_crew_wake"]
+        with mine.connection.transaction():
+            mine.enqueue("greet", unique_key="window", unique_scope="window")
+            other.enqueue(
+                "greet", unique_key="window", unique_scope="window"
+            )  # waits for no lock of the other's
+        worker = mine.register()
+        [first, _] = mine.claim(worker).jobs
+        assert mine.complete(worker, [first]) == {job: "settled"}
+        mine.connection.execute("drop schema first_crew cascade")
+        assert len(other.claim(other.register()).jobs) == 1
+
+
+HOSTILE = [
+    "",
+    " ",
+    "Jobs",
+    "jobs; drop table users",
+    'jobs"',
+    "jobs'",
+    "jobs--",
+    "jobs.public",
+    "jobs$",
+    "1jobs",
+    "jobs\n",
+    "jobs\0",
+    "jöbs",
+    "\uff4aobs",
+    "jobs%s",
+    "{jobs}",
+    "x" * 49,
+    "pg_jobs",
+    "pg_catalog",
+    "select",
+    "user",
+    "table",
+    "jobs ",
+    "jobs/**/",
+    "$$",
+    "\\",
+]
+
+
+@pytest.mark.parametrize("call", [migrate, pending, script, require], ids=lambda call: call.__name__)
+def test_a_hostile_name_for_a_schema_is_refused_before_anything_is_sent(dsn: str, call: Any) -> None:
+    # spec: QU-30
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.close()  # nothing can be sent
+        for name in HOSTILE:
+            with pytest.raises(ConfigurationError):
+                call(name) if call is script else call(connection, name)
+
+
+def test_a_schema_with_the_longest_name_works(empty: psycopg.Connection[Any]) -> None:
+    # spec: QU-30
+    name = "j" * 48
+    migrate(empty, name)
+    protocol = Protocol(empty, name)
+    protocol.rows("select * from {}.sleep(60)")
+    job = protocol.enqueue()
+    worker = protocol.register()
+    assert protocol.complete(worker, protocol.claim(worker).jobs) == {job: "settled"}
+
+
+def test_the_script_for_psql_installs_exactly_what_migrate_does(
+    empty_dsn: str, empty: psycopg.Connection[Any]
+) -> None:
+    # spec: HO-35
+    psql(empty_dsn, script("by_script"))
+    migrate(empty, "by_python")
+    assert shape_of(empty, "by_script") == shape_of(empty, "by_python")
+    assert migrate(empty, "by_script") == []
+
+
+def test_what_a_newer_release_installed_is_refused_and_left_alone(
+    connection: psycopg.Connection[Any],
+) -> None:
+    # spec: HO-35
+    connection.execute(
+        'update shiftwork.settings set value = \'{"version": 999, "fingerprint": "newer"}\' '
+        "where name = 'protocol'"
+    )
+    connection.execute(
+        "create or replace function shiftwork.clock() returns timestamptz language sql stable return now()"
+    )
+    before = shape_of(connection, "shiftwork")
+    with pytest.raises(SchemaTooNew, match="999"):
+        migrate(connection)
+    assert shape_of(connection, "shiftwork") == before
+    assert not pending(connection)
+    require(connection)  # a newer schema serves older clients
+
+
+def test_a_migration_that_we_do_not_know_is_refused_as_well(connection: psycopg.Connection[Any]) -> None:
+    # spec: HO-35
+    connection.execute("insert into shiftwork.migrations (number, name) values (999, 'of the future')")
+    with pytest.raises(SchemaTooNew):
+        migrate(connection)
+
+
+def test_functions_that_differ_are_put_back_and_grants_are_kept(connection: psycopg.Connection[Any]) -> None:
+    # spec: HO-35
+    whole = shape_of(connection, "shiftwork")
+    connection.execute(
+        "create or replace function shiftwork.failure(code text, message text) returns jsonb "
+        "language sql immutable as $$ select '{}'::jsonb $$; "
+        "update shiftwork.settings set value = value || '{\"fingerprint\": \"old\"}' where name = 'protocol'"
+    )
+    assert pending(connection).functions
+    assert migrate(connection) == ["re-created the functions"]
+    assert shape_of(connection, "shiftwork") == whole
+
+
+def test_an_installer_inside_a_transaction_of_its_own_is_not_needed(empty: psycopg.Connection[Any]) -> None:
+    # spec: HO-35
+    empty.autocommit = False
+    migrate(empty)
+    empty.rollback()
+    with empty.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(sql.SQL("select count(*) from shiftwork.migrations"))
+        assert cursor.fetchone() == len(installing.migrations())
