@@ -26,6 +26,7 @@ ROW = re.compile(r"\b[A-Z]{1,2}-\d+\b")
 
 GROUPS = {
     "SH": "A job and its ending",
+    "SG": "Holding, losing and cancelling",
     "HO": "States, deadlines and sending",
     "QU": "Leases, transactions and times",
     "ST": "Tables, registry and merging",
@@ -52,6 +53,12 @@ WORDS = {
     "SH-32": "jobs are listed by task and state, newest first, page by page, and counted by state",
     "SH-33": "a finished job is brought back to run now, with its failures forgiven",
     "SH-34": "a person can end a job that waits, and the record says so",
+    "SG-16": "one heartbeat renews for all that a worker holds, without a deadlock with those who settle",
+    "SG-17": "a worker learns from its heartbeat what it has lost",
+    "SG-18": "a running job is asked to stop, by way of its worker; that counts as no failure",
+    "SG-20": "an outcome is taken only from the one who holds the job, and the answer says whether it was",
+    "SG-25": "lost jobs run again up to a number of losses, then they have failed, with a reason",
+    "SG-42": "tests shift the clock instead of waiting",
     "HO-4": "a claim takes what is due and not too late, queue by queue, by priority, time and id",
     "HO-5": "lower numbers are more urgent; queues are served in the order given, each up to its share",
     "HO-6": "a start deadline is checked at claim, at start and by a duty; no retry lands behind it",
@@ -158,7 +165,7 @@ def page(rows: dict[str, list[str]]) -> str:
         "comments in `tests/`, and `make check` says if it is out of date.",
     ]
     for group, title in GROUPS.items():
-        members = [row for row in WORDS if row.split("-")[0] == group and row in rows]
+        members = [row for row in WORDS if row.startswith(f"{group}-") and row in rows]
         if not members:
             continue
         lines += ["", f"## {title}", "", "| id | what | shown by |", "|---|---|---|"]
