@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -55,7 +56,11 @@ BATCH = 250
 def demo(many: int, keep: bool) -> None:
     """See jobs go in, being claimed and settled, on a PostgreSQL of its own that is gone afterwards."""
     try:
-        with ending_in_order(), a_story() as story, server_of_its_own(story, keep=keep) as server:
+        with (
+            signals(end, signal.SIGTERM, signal.SIGHUP),
+            a_story() as story,
+            server_of_its_own(story, keep=keep) as server,
+        ):
             whole = Play(story, server, many).perform()
     except ShiftworkError as error:
         raise click.ClickException(str(error)) from error
@@ -63,18 +68,21 @@ def demo(many: int, keep: bool) -> None:
 
 
 @contextmanager
-def ending_in_order() -> Iterator[None]:
-    """Whoever asks us to end gets the same tidy end as with Ctrl-C."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+def signals(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *which: int
+) -> Iterator[None]:
+    """These signals go to that handler for as long as the block lasts."""
+    before = {number: signal.signal(number, handler) for number in which}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def end(number: int, _: object) -> None:
+    """Whoever asks us to end gets the same tidy end as with Ctrl-C."""
+    sys.exit(128 + number)
 
 
 @contextmanager
@@ -90,13 +98,22 @@ def server_of_its_own(story: Story, *, keep: bool) -> Iterator[embedded.Server]:
             story.say(f"PostgreSQL {server.version} started in {since(begun)}, data in {data}")
             yield server
     finally:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # half a tidy end would be none
-        embedded.stop(data, now=True)
-        if keep:
-            story.say(f"The data stays. To look at it: shiftwork db psql --data {data}")
-        else:
-            shutil.rmtree(room, ignore_errors=True)
-        signal.signal(signal.SIGINT, before)
+        with signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # no half of a tidy end
+            embedded.stop(data, now=True)
+            if keep:
+                story.say(f"The data stays. To look at it: shiftwork db psql --data {data}")
+            else:
+                remove(room)
+
+
+def remove(room: Path) -> None:
+    """Remove a directory, although a server that was interrupted at its start may still be writing to it."""
+    deadline = time.monotonic() + 10
+    shutil.rmtree(room, ignore_errors=True)
+    while room.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        embedded.stop(room / "data", now=True)
+        shutil.rmtree(room, ignore_errors=True)
 
 
 # What is to be done.
