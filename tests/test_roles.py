@@ -95,7 +95,6 @@ def allowed_on(role: str, table: str) -> set[str]:
 
 
 def test_each_role_has_exactly_its_rights_on_each_table(installed: Installation) -> None:
-    # spec: QU-30
     with installed.acting(None) as owner:
         rows = owner.rows(
             "select relname as name, relispartition as part from pg_class "

@@ -33,7 +33,6 @@ def test_a_job_that_nobody_holds_is_cancelled_at_once(protocol: Protocol) -> Non
 
 
 def test_the_holder_of_a_job_is_told_to_cancel_it(protocol: Protocol) -> None:
-    # spec: HO-7
     job = protocol.enqueue()
     worker = protocol.register()
     held = protocol.claim(worker).held

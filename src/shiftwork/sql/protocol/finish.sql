@@ -6,7 +6,7 @@ $$;
 -- The day on which a finished job may be forgotten: after so many whole days; beyond a month in coarser steps.
 create or replace function shiftwork.forget_on(days int, ended date) returns date language sql immutable as $$
   select case
-    when days <= 31 then ended + days + 1
+    when days <= 31 then ended + greatest(days, 0) + 1
     when days <= 366 then (date_trunc('month', (ended + days)::timestamp) + interval '1 month')::date
     when days <= 36500 then (date_trunc('year', (ended + days)::timestamp) + interval '1 year')::date
     else 'infinity' end
