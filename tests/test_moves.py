@@ -1,8 +1,9 @@
-"""The state machine is the table `moves`: here every state meets every verb, and what happens is compared with it.
+"""The state machine is the table `moves`: every state meets every verb, and what happens is compared with it.
 
-A job is put into each state in every variant that matters (due or not, late or not, prefetched or started, its worker
-alive or lapsed, its cancelling asked for or not, its key held or not). Each verb is then tried on a fresh one, inside a
-transaction that is undone. What is not in the table must change nothing, and the answer must say so.
+A job is put into each state in every variant that matters (due or not, late or not, prefetched or started,
+its worker alive or lapsed, its cancelling asked for or not, its key held or not). Each verb is then tried on
+a fresh one, inside a transaction that is undone. What is not in the table must change nothing, and the
+answer must say so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from psycopg.types.json import Jsonb
 
 from tests.harness import Protocol, Row
 
-STATES = ("blocked", "scheduled", "ready", "running", "waiting", "completed", "failed", "cancelled", "expired")
+STATES = (
+    "blocked",
+    "scheduled",
+    "ready",
+    "running",
+    "waiting",
+    "completed",
+    "failed",
+    "cancelled",
+    "expired",
+)
 ERROR = {"code": "BROKEN", "message": "it broke"}
 EVER = 2**60
 
@@ -53,16 +64,19 @@ class Situation:
             "key": "k" if self.keyed else None,
         }
         job = protocol.value(
-            """insert into {}.jobs (task, queue, priority, max_attempts, state, run_at, created_at, expires_at, attempt,
-                                    worker, claim, claimed_at, started_at, resets, unique_key, held_key, unique_scope)
-               select 'greet', 'here', 0, 5, state, case when due then present else present + interval '1 h' end,
+            """insert into {}.jobs (
+                 task, queue, priority, max_attempts, state, run_at, created_at, expires_at, attempt, worker,
+                 claim, claimed_at, started_at, resets, unique_key, held_key, unique_scope)
+               select 'greet', 'here', 0, 5, state, present + case when due then '0' else '1 h' end::interval,
                       present, case when late then present - interval '1 s' end, attempt, worker,
                       case when worker is not null then nextval('shiftwork.claims') end,
                       case when worker is not null then present end,
                       case when worker is not null and started then present end,
-                      resets, key, key, case when key is not null then 'unfinished'::shiftwork.unique_scope end
-                 from jsonb_to_record(%s) as given (state shiftwork.job_state, due boolean, late boolean,
-                                                    started boolean, attempt int, worker bigint, resets int, key text),
+                      resets, key, key,
+                      case when key is not null then 'unfinished'::shiftwork.unique_scope end
+                 from jsonb_to_record(%s) as given (
+                        state shiftwork.job_state, due boolean, late boolean, started boolean, attempt int,
+                        worker bigint, resets int, key text),
                       shiftwork.clock() as present
                returning id""",
             Jsonb(given),
@@ -91,7 +105,9 @@ def situations(state: str) -> Iterator[Situation]:
         for late, due, signalled, keyed in itertools.product(either, either, either, either):
             yield Situation(state, late=late, due=due, signalled=signalled, keyed=keyed)
     elif state == "running":
-        for late, started, lapsed, signalled, worn in itertools.product(either, either, either, either, either):
+        for late, started, lapsed, signalled, worn in itertools.product(
+            either, either, either, either, either
+        ):
             yield Situation(state, late=late, started=started, lapsed=lapsed, signalled=signalled, worn=worn)
         yield Situation(state, keyed=True)
     elif state == "waiting":
@@ -269,8 +285,7 @@ def fence_with(attempts_ago: int) -> Callable[[Protocol, Row], str]:
             with protocol.connection.transaction():
                 protocol.rows("select {}.fence(%s, %s)", job["id"], job["attempt"] - attempts_ago)
         except psycopg.Error as error:
-            assert error.sqlstate == "SW003"
-            return "lost"
+            return "lost" if error.sqlstate == "SW003" else f"error {error}"
         return "held"
 
     return act
@@ -281,7 +296,7 @@ deed("fence", "an older attempt")(fence_with(1))
 
 
 def with_a_stale_hand(verb: str, attempts_ago: int) -> Callable[[Protocol, Row], str]:
-    """The verb as a worker uses it that lost the job: with an older attempt, or with another worker's number."""
+    """The verb in the hands of a worker that lost the job: its attempt is older, or its number another."""
 
     def act(protocol: Protocol, job: Row) -> str:
         worker = job["worker"] if attempts_ago else protocol.register()
@@ -350,7 +365,14 @@ def test_every_verb_does_to_a_job_in_this_state_what_the_table_says(protocol: Pr
 
 def test_a_job_is_born_where_the_table_says(protocol: Protocol) -> None:
     seen: set[Move] = set()
-    for options in ({}, {"delay": 60}, {"delay": -60}, {"unique_key": "a"}, {"unique_key": "b", "delay": 60}):
+    ways: list[Row] = [
+        {},
+        {"delay": 60},
+        {"delay": -60},
+        {"unique_key": "a"},
+        {"unique_key": "b", "delay": 60},
+    ]
+    for options in ways:
         job = protocol.enqueue(**options)
         seen.add(("enqueue", None, protocol.state(job)))
     assert seen == {move for move in moves(protocol) if move[1] is None}

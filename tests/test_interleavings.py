@@ -1,0 +1,52 @@
+"""Five hundred seeded interleavings of the verbs on two to four sessions.
+
+How they are made, and what must hold, is in the explorer.
+SHIFTWORK_SEED=123 runs that one alone; SHIFTWORK_EXPLORE=1 takes five hundred new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from contextlib import closing
+
+import psycopg
+import pytest
+
+from tests import planted
+from tests.explorer import Explorer
+
+RUNS = 500
+SHARES = 4
+
+
+def seeds(share: int) -> list[int]:
+    if seed := os.environ.get("SHIFTWORK_SEED"):
+        return [int(seed)] if share == 0 else []
+    first = random.SystemRandom().randrange(10**9) if "SHIFTWORK_EXPLORE" in os.environ else 0
+    return list(range(first + share, first + RUNS, SHARES))
+
+
+# spec: D-2, D-9, D-16, SH-21, SH-22
+@pytest.mark.parametrize("share", range(SHARES))
+def test_no_interleaving_breaks_an_invariant(dsn: str, share: int) -> None:
+    explorer = Explorer(dsn)
+    with closing(explorer):
+        explore(explorer, seeds(share))
+    if "SHIFTWORK_SEED" not in os.environ:
+        assert explorer.parked > 0, "no statement ever had to wait: nothing was interleaved"
+        assert min(explorer.ended.values()) > 0
+
+
+def test_a_reaper_that_does_not_look_at_the_lease_again_is_found(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        planted.REAP_WITHOUT_RECHECK.sow(connection)
+    explorer = Explorer(dsn)
+    with closing(explorer), pytest.raises(AssertionError, match="reaped from a worker that holds its lease"):
+        explore(explorer, range(RUNS))
+
+
+def explore(explorer: Explorer, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        explorer.run(seed)
