@@ -33,7 +33,9 @@ from shiftwork.migrate import migrate
 BATCH = 250
 PAIRS = 5
 FLOOR = dict(
-    re.findall(r"-- name: (\w+)\n(.*?)(?=\n-- name:|\Z)", (Path(__file__).parent / "floor.sql").read_text(), re.S)
+    re.findall(
+        r"-- name: (\w+)\n(.*?)(?=\n-- name:|\Z)", (Path(__file__).parent / "floor.sql").read_text(), re.S
+    )
 )
 encode = msgspec.json.Encoder().encode
 
@@ -69,7 +71,9 @@ class Bench:
             mine.append(rates[ours])
             others.append(rates[theirs])
             ratios.append(rates[ours] / rates[theirs])
-        self.tell(name, goal, ratios, f"{statistics.median(mine):,.0f} to {statistics.median(others):,.0f} {rate}")
+        self.tell(
+            name, goal, ratios, f"{statistics.median(mine):,.0f} to {statistics.median(others):,.0f} {rate}"
+        )
 
     def tell(self, name: str, goal: float, ratios: list[float], more: str) -> None:
         ratio = statistics.median(ratios)
@@ -96,11 +100,15 @@ select id, task, payload::text, attempt, queue, priority, (extract(epoch from ru
 
 
 def drain(
-    connection: psycopg.Connection[Any], schema: str = "shiftwork", done: Callable[[int], None] = lambda _: None
+    connection: psycopg.Connection[Any],
+    schema: str = "shiftwork",
+    done: Callable[[int], None] = lambda _: None,
 ) -> None:
     claim = sql(CLAIM.replace("shiftwork", schema))
     settle = sql(f"select id, answer from {schema}.settle(%s)")  # noqa: S608
-    [worker] = connection.execute(sql(f"select {schema}.register_worker(%s)"), ('{"lease": 3600}',)).fetchone() or [0]
+    [worker] = connection.execute(
+        sql(f"select {schema}.register_worker(%s)"), ('{"lease": 3600}',)
+    ).fetchone() or [0]
     cursor, busy = Cursor(), []
     while True:
         began = time.monotonic()
@@ -109,14 +117,20 @@ def drain(
         request = {"worker": worker, "want": BATCH, "tasks": ["nothing"], **wish}
         *rows, last = connection.execute(claim, (encode(request).decode(),)).fetchall()
         cursor.learn(
-            msgspec.json.decode(last[2]), [(row[4], row[5], row[6], row[0]) for row in rows], began, time.monotonic()
+            msgspec.json.decode(last[2]),
+            [(row[4], row[5], row[6], row[0]) for row in rows],
+            began,
+            time.monotonic(),
         )
         if not rows and not busy:
             if looked:
                 return
             cursor.look_at = 0
             continue
-        outcomes = [*busy, *({"id": row[0], "attempt": row[3], "state": "completed", "result": None} for row in rows)]
+        outcomes = [
+            *busy,
+            *({"id": row[0], "attempt": row[3], "state": "completed", "result": None} for row in rows),
+        ]
         request = {"worker": worker, "outcomes": outcomes}
         answers = connection.execute(settle, (encode(request).decode(),)).fetchall()
         again = {job for job, answer in answers if answer == "busy"}
@@ -140,7 +154,9 @@ def rate(bench: Bench, connections: int, jobs: int, loop: Callable[[psycopg.Conn
 def fill(bench: Bench, jobs: int, schema: str = "shiftwork", *, delayed: bool = False) -> None:
     """So many jobs that may be claimed now: ready ones, or delayed ones whose time has come."""
     with bench.connect() as connection:
-        left = connection.execute(sql(f"select count(*) from {schema}.jobs where state <> 'scheduled'")).fetchone()  # noqa: S608
+        left = connection.execute(
+            sql(f"select count(*) from {schema}.jobs where state <> 'scheduled'")
+        ).fetchone()  # noqa: S608
         assert left == (0,), f"{left} jobs were left over"
         connection.execute(
             sql(
@@ -214,7 +230,10 @@ def pgbench(bench: Bench, text: str, clients: int) -> float:
         script.flush()
         command = [bench.pgbench, "-n", "-M", "extended", "-f", script.name, "-c", str(clients), "-j", "2"]
         told = subprocess.run(
-            [*command, "-T", "1" if bench.quick else "3", bench.url], check=True, capture_output=True, text=True
+            [*command, "-T", "1" if bench.quick else "3", bench.url],
+            check=True,
+            capture_output=True,
+            text=True,
         )
     found = re.search(r"tps = ([0-9.]+)", told.stdout)
     assert found, told.stdout
@@ -250,7 +269,9 @@ def bulk(bench: Bench) -> None:
         clear(bench)
         return jobs / spent
 
-    bench.pairs("bulk enqueue in chunks of 1,000, against COPY into the same table", 0.5, many, copy, "jobs/s")
+    bench.pairs(
+        "bulk enqueue in chunks of 1,000, against COPY into the same table", 0.5, many, copy, "jobs/s"
+    )
 
 
 def clear(bench: Bench) -> None:
@@ -370,14 +391,27 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=MEASURES, action="append", help="measure just this; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything: to see that it runs, not to believe")
-    parser.add_argument("--fsync", action="store_true", help="leave fsync on; it hides what the CPU does behind the disk")
+    parser = argparse.ArgumentParser(
+        prog="make bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=MEASURES, action="append", help="measure just this; may be repeated"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of everything: to see that it runs, not to believe"
+    )
+    parser.add_argument(
+        "--fsync", action="store_true", help="leave fsync on; it hides what the CPU does behind the disk"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shiftwork-bench-") as folder:
         Path(folder).chmod(0o755)
-        tuning = {"shared_buffers": "1GB", "max_wal_size": "8GB", "max_connections": "100", "autovacuum": "off"}
+        tuning = {
+            "shared_buffers": "1GB",
+            "max_wal_size": "8GB",
+            "max_connections": "100",
+            "autovacuum": "off",
+        }
         with embedded.start(Path(folder) / "data", fsync=options.fsync, options=tuning) as server:
             bench = Bench(server.url, find_pgbench(server), options.quick)
             with bench.connect() as connection:

@@ -39,7 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     server = embedded.start(
         folder / "data",
         fsync=False,
-        options={"max_connections": "300", "shared_buffers": "256MB", "max_wal_size": "2GB", "autovacuum": "off"},
+        options={
+            "max_connections": "300",
+            "shared_buffers": "256MB",
+            "max_wal_size": "2GB",
+            "autovacuum": "off",
+        },
     )
     _started.append((server, folder))
     os.environ[SERVER] = server.url
@@ -118,4 +123,6 @@ class copied:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         with psycopg.connect(self.server, autocommit=True) as admin:
-            admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(self.name)))
+            admin.execute(
+                sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(self.name))
+            )

@@ -59,11 +59,17 @@ class Protocol:
 
     def enqueue_many(self, jobs: Iterable[Row]) -> list[Row]:
         return sorted(
-            self.rows("select * from {}.enqueue_many(%s)", json.dumps(list(jobs))), key=lambda row: row["ordinal"]
+            self.rows("select * from {}.enqueue_many(%s)", json.dumps(list(jobs))),
+            key=lambda row: row["ordinal"],
         )
 
     def claim(
-        self, worker: int, *queues: str | Row, want: int = 10, tasks: Sequence[str] | None = None, **more: object
+        self,
+        worker: int,
+        *queues: str | Row,
+        want: int = 10,
+        tasks: Sequence[str] | None = None,
+        **more: object,
     ) -> Claimed:
         wishes = [{"queue": queue} if isinstance(queue, str) else queue for queue in queues or ("default",)]
         request = {"worker": worker, "queues": wishes, "want": want, "tasks": tasks, **more}
@@ -115,7 +121,8 @@ class Protocol:
 
     def cancel(self, *ids: int, reason: str | None = None) -> dict[int, str]:
         return {
-            row["id"]: row["answer"] for row in self.rows("select * from {}.cancel(%s, %s)", list(ids), reason)
+            row["id"]: row["answer"]
+            for row in self.rows("select * from {}.cancel(%s, %s)", list(ids), reason)
         }
 
     def revive(self, *ids: int) -> dict[int, str]:
@@ -143,7 +150,8 @@ class Protocol:
     def lapse(self, worker: int) -> None:
         """Make a worker's lease old; nobody sleeps."""
         self.rows(
-            "update {}.workers set lease_until = shiftwork.clock() - interval '1 second' where id = %s", worker
+            "update {}.workers set lease_until = shiftwork.clock() - interval '1 second' where id = %s",
+            worker,
         )
 
     def shift_clock(self, by: timedelta) -> None:

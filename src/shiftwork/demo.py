@@ -8,8 +8,10 @@ enqueued must be in the database once, in the state in which the play left it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -61,7 +63,7 @@ def demo(many: int, keep: bool) -> None:
             a_story() as story,
             server_of_its_own(story, keep=keep) as server,
         ):
-            whole = Play(story, server, many).perform()
+            whole = Play(story, server.url, many).perform()
     except ShiftworkError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(0 if whole else 1)
@@ -88,22 +90,35 @@ def end(number: int, _: object) -> None:
 @contextmanager
 def server_of_its_own(story: Story, *, keep: bool) -> Iterator[embedded.Server]:
     """A server in a directory of its own; afterwards both are gone, or only the server."""
-    room = Path(tempfile.mkdtemp(prefix="shiftwork-demo-"))
-    room.chmod(0o711)  # started by root, the server runs as another user
-    data = room / "data"
+    room = Path(tempfile.mkdtemp(prefix="shiftwork-demo-", dir=_passable()))
+    room.chmod(0o711)
+    data, started = room / "data", False
     try:
         story.heading("A PostgreSQL of its own")
         begun = time.monotonic()
         with embedded.start(data) as server:
+            started = True
             story.say(f"PostgreSQL {server.version} started in {since(begun)}, data in {data}")
             yield server
     finally:
         with signals(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # no half of a tidy end
             embedded.stop(data, now=True)
-            if keep:
+            if keep and started:
                 story.say(f"The data stays. To look at it: shiftwork db psql --data {data}")
             else:
                 remove(room)
+
+
+def _passable() -> str:
+    """Where temporary files are; started by root, the server is another user, who must get there too."""
+    usual = tempfile.gettempdir()
+    if os.geteuid():
+        return usual
+    for place in (usual, "/tmp", "/var/tmp"):  # noqa: S108  -- a directory in it is made as tempfile makes them
+        path = Path(place).resolve()
+        if path.is_dir() and all(one.stat().st_mode & stat.S_IXOTH for one in (path, *path.parents)):
+            return place
+    return usual
 
 
 def remove(room: Path) -> None:
@@ -235,9 +250,9 @@ class Worker:
 class Play:
     """The acts, in their order, and the account at the end."""
 
-    def __init__(self, story: Story, server: embedded.Server, many: int) -> None:
+    def __init__(self, story: Story, dsn: str, many: int) -> None:
         self.story = story
-        self.app = App(server.url)
+        self.app = App(dsn)
         self.tasks = Tasks(self.app)
         self.many = many
         self.expected: dict[int, State] = {}

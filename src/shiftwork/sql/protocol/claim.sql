@@ -83,9 +83,10 @@ begin
                  from jsonb_each(wish.places) as one) as place
        where not exists (select from shiftwork.pauses as pause where pause.kind = 'queue' and pause.name = wish.queue
                             and (pause.until is null or pause.until > present))) as ahead
-     where exists (select from shiftwork.jobs as job
-                    where job.state = 'ready' and job.queue = ahead.queue and job.priority < ahead.until_priority
-                      and (job.priority, job.run_at, job.id) > (ahead.priority, ahead.run_at, ahead.id))
+           cross join lateral (
+             select from shiftwork.jobs as job
+              where job.state = 'ready' and job.queue = ahead.queue and job.priority < ahead.until_priority
+                and (job.priority, job.run_at, job.id) > (ahead.priority, ahead.run_at, ahead.id) limit 1) as something
      order by ahead.ordinal, ahead.priority
   loop
     exit when wanted <= 0;

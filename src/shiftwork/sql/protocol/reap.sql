@@ -37,8 +37,12 @@ begin
 
   ids := array(
     select job.id from shiftwork.jobs as job
-     where job.state = 'running' and job.worker = any(lapsed)
-     order by job.id limit most for update skip locked);
+     where job.id = any(array(
+             select theirs.id from shiftwork.jobs as theirs
+              where theirs.state = 'running' and theirs.worker = any(lapsed)
+              order by theirs.worker, theirs.claim limit most))
+       and job.worker = any(lapsed) and (job.state = 'running') is true
+     order by job.id for update skip locked);
   if cardinality(ids) > 0 then
     begin
       return query select * from shiftwork.take_back(ids);

@@ -1,0 +1,186 @@
+"""What the verbs of a worker read does not grow with what else lies in the tables, with fresh statistics and with none.
+
+Each verb is run inside a transaction that is rolled back, and what it touched is counted by the server itself: buffers by
+EXPLAIN, rows of `jobs` by pg_stat_xact_user_tables. First with nothing else there, then with half a million other rows:
+jobs that wait for their time, jobs that another worker holds, jobs of other queues, and, in front in the same queue,
+jobs of a task that the worker does not know and of one that is paused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, LiteralString
+
+import psycopg
+import pytest
+
+from tests.conftest import copied
+from tests.harness import Protocol
+
+OTHERS = 100_000  # of each of five kinds
+BATCH = 100
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a statement touched."""
+
+    buffers: int
+    rows: int
+
+
+@dataclass
+class Scene:
+    """A worker with a batch of jobs in every situation, alone or in a crowd."""
+
+    protocol: Protocol
+    worker: int
+    lapsed: int
+    held: list[list[int]]
+
+    def cost(self, text: LiteralString, request: object) -> Cost:
+        """Run a verb twice and roll it back; the second time counts, when plans and catalogues are in memory."""
+        connection = self.protocol.connection
+        for _ in range(2):
+            with connection.transaction(force_rollback=True):
+                before = self._rows_read()
+                explain: Any = "explain (analyze, buffers, timing off, format json) " + text
+                [row] = self.protocol.rows(
+                    explain, json.dumps(request) if isinstance(request, dict) else request
+                )
+                [plan] = row["QUERY PLAN"]
+                after = self._rows_read()
+        buffers = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+        return Cost(buffers, after - before)
+
+    def _rows_read(self) -> int:
+        found = self.protocol.value(
+            "select coalesce(sum(seq_tup_read + coalesce(idx_tup_fetch, 0)), 0)::bigint"
+            " from pg_stat_xact_user_tables where schemaname = 'shiftwork' and relname = 'jobs'"
+        )
+        assert isinstance(found, int)
+        return found
+
+    def verbs(self) -> dict[str, Cost]:
+        claim = {"worker": self.worker, "queues": [{"queue": "default"}], "want": BATCH, "tasks": ["greet"]}
+        outcomes = [
+            {"id": job, "attempt": attempt, "state": "completed", "result": 1} for job, attempt in self.held
+        ]
+        return {
+            "claim": self.cost("select * from {}.claim(%s)", claim),
+            "settle": self.cost("select * from {}.settle(%s)", {"worker": self.worker, "outcomes": outcomes}),
+            "heartbeat": self.cost(
+                "select {}.heartbeat(%s)", {"worker": self.worker, "held": self.held, "answered": 1 << 40}
+            ),
+            "release": self.cost("select * from {}.release(%s)", {"worker": self.worker, "held": self.held}),
+            "reap": self.cost("select * from {}.reap(most => %s)", 1000),
+            "promote": self.cost("select * from {}.promote(%s)", 1000),
+        }
+
+
+def scene(connection: psycopg.Connection[Any]) -> Scene:
+    protocol = Protocol(connection)
+    worker, lapsed = protocol.register(lease=3600), protocol.register()
+    protocol.enqueue_many({"task": "greet"} for _ in range(BATCH))
+    held = protocol.claim(worker, want=BATCH).held
+    protocol.enqueue_many({"task": "greet"} for _ in range(BATCH))
+    assert len(protocol.claim(lapsed, want=BATCH).jobs) == BATCH
+    protocol.lapse(lapsed)
+    protocol.enqueue_many({"task": "greet", "queue": "default"} for _ in range(2 * BATCH))
+    protocol.enqueue_many({"task": "greet", "queue": "later", "delay": 60} for _ in range(BATCH))
+    protocol.rows(
+        "update {}.jobs set run_at = run_at - interval '2 minutes', created_at = run_at - interval '2 minutes' "
+        "where state = 'scheduled'"
+    )
+    return Scene(protocol, worker, lapsed, held)
+
+
+def crowd(connection: psycopg.Connection[Any], busy: int) -> None:
+    """Half a million other rows."""
+    insert = (
+        "insert into shiftwork.jobs (task, queue, priority, max_attempts, state, run_at, created_at, attempt, worker, claim,"
+        " claimed_at, started_at) "
+    )
+    connection.execute(
+        insert
+        + "select 'greet', 'default', 0, 5, 'scheduled', now() + interval '1 day' + n * interval '1 second', now(), 0,"
+        " null::bigint, null::bigint, null::timestamptz, null::timestamptz from generate_series(1, %s) as n",
+        (OTHERS,),
+    )
+    connection.execute(
+        insert + "select 'greet', 'default', 0, 5, 'running', now(), now(), 1, %s, n / 100, now(), now()"
+        " from generate_series(1, %s) as n",
+        (busy, OTHERS),
+    )
+    for queue, task in (("other", "greet"), ("default", "unknown"), ("default", "paused")):
+        connection.execute(
+            insert + "select %s, %s, 0, 5, 'ready', now() - interval '1 day', now() - interval '1 day', 0,"
+            " null::bigint, null::bigint, null::timestamptz, null::timestamptz from generate_series(1, %s)",
+            (task, queue, OTHERS),
+        )
+    connection.execute("select shiftwork.pause(task => 'paused')")
+
+
+@pytest.fixture(scope="module")
+def alone(server: str, template: str) -> Iterator[dict[str, Cost]]:
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+    ):
+        yield scene(connection).verbs()
+
+
+@pytest.fixture(scope="module")
+def crowded(server: str, template: str) -> Iterator[Scene]:
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+    ):
+        found = scene(connection)
+        crowd(connection, busy=Protocol(connection).register(lease=3600))
+        yield found
+
+
+def test_what_a_worker_reads_does_not_grow_with_fresh_statistics_or_without(
+    alone: dict[str, Cost], crowded: Scene
+) -> None:
+    # spec: SH-4, QU-30
+    examined = 1000
+    for statistics in ("without", "fresh"):
+        if statistics == "fresh":
+            crowded.protocol.connection.execute("analyze shiftwork.jobs")
+        for verb, cost in crowded.verbs().items():
+            # A claim may look at so many rows that are not for it, twice: once to pick, once to say how far it looked.
+            spare = 3 * examined if verb == "claim" else 0
+            assert cost.rows <= alone[verb].rows + spare + 20, (statistics, verb, cost, alone[verb])
+            assert cost.buffers <= 1.5 * alone[verb].buffers + 2 * spare + 150, (
+                statistics,
+                verb,
+                cost,
+                alone[verb],
+            )
+
+
+def test_a_claim_gets_past_what_is_not_for_it_and_does_not_look_at_it_again(crowded: Scene) -> None:
+    protocol = crowded.protocol
+    places: dict[str, Any] = {}
+    with protocol.connection.transaction(force_rollback=True):
+        for _ in range(2 * OTHERS // 1000 + 2):
+            wish = {"queue": "default", "places": places, "mixed": True}
+            claimed = protocol.claim(crowded.worker, wish, want=BATCH, tasks=["greet"])
+            if claimed.jobs:
+                break
+            assert claimed.report["more"], "what is behind has not been looked at"
+            assert claimed.report["places"]["default"] != places
+            places = claimed.report["places"]["default"]
+        assert len(claimed.jobs) == BATCH
+
+        request = {
+            "worker": crowded.worker,
+            "queues": [{"queue": "default", "places": places, "mixed": True}],
+            "want": BATCH,
+            "tasks": ["greet"],
+        }
+        assert crowded.cost("select * from {}.claim(%s)", request).rows <= 4 * BATCH
