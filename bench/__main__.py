@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, LiteralString, cast
+from typing import Any
 
 import msgspec
 import psycopg
@@ -40,9 +40,9 @@ FLOOR = dict(
 encode = msgspec.json.Encoder().encode
 
 
-def sql(text: str) -> LiteralString:
+def sql(text: str) -> bytes:
     """Our own text, put together here."""
-    return cast("LiteralString", text)
+    return text.encode()
 
 
 @dataclass
@@ -105,11 +105,12 @@ def drain(
     done: Callable[[int], None] = lambda _: None,
 ) -> None:
     claim = sql(CLAIM.replace("shiftwork", schema))
-    settle = sql(f"select id, answer from {schema}.settle(%s)")  # noqa: S608
+    settle = sql(f"select id, answer from {schema}.settle(%s)")
     [worker] = connection.execute(
         sql(f"select {schema}.register_worker(%s)"), ('{"lease": 3600}',)
     ).fetchone() or [0]
-    cursor, busy = Cursor(), []
+    cursor = Cursor()
+    busy: list[dict[str, Any]] = []
     while True:
         began = time.monotonic()
         wish = cursor.wish({"default": BATCH}, began)
@@ -156,11 +157,11 @@ def fill(bench: Bench, jobs: int, schema: str = "shiftwork", *, delayed: bool = 
     with bench.connect() as connection:
         left = connection.execute(
             sql(f"select count(*) from {schema}.jobs where state <> 'scheduled'")
-        ).fetchone()  # noqa: S608
+        ).fetchone()
         assert left == (0,), f"{left} jobs were left over"
         connection.execute(
             sql(
-                f"insert into {schema}.jobs (task, payload, queue, priority, max_attempts, state, run_at, created_at) "  # noqa: S608
+                f"insert into {schema}.jobs (task, payload, queue, priority, max_attempts, state, run_at, created_at) "
                 f"select 'nothing', '{{\"n\": 1}}', 'default', 0, 5, '{'scheduled' if delayed else 'ready'}', moment, moment "
                 f"  from (select now() - (%s - n) * interval '10 microseconds' as moment from generate_series(1, %s) as n) as one"
             ),
@@ -228,7 +229,18 @@ def pgbench(bench: Bench, text: str, clients: int) -> float:
     with tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
         script.write(text)
         script.flush()
-        command = [bench.pgbench, "-n", "-M", "extended", "-f", script.name, "-c", str(clients), "-j", "2"]
+        command = [
+            str(bench.pgbench),
+            "-n",
+            "-M",
+            "extended",
+            "-f",
+            script.name,
+            "-c",
+            str(clients),
+            "-j",
+            "2",
+        ]
         told = subprocess.run(
             [*command, "-T", "1" if bench.quick else "3", bench.url],
             check=True,

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, LiteralString, cast
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -207,7 +207,7 @@ def _stamp() -> str:
 
 
 def _run(cursor: psycopg.Cursor[Any], text: str, schema: str) -> None:
-    cursor.execute(cast("LiteralString", _for_schema(text, schema)))
+    cursor.execute(_for_schema(text, schema).encode())
 
 
 def _for_schema(text: str, schema: str) -> str:
