@@ -53,6 +53,7 @@ WORDS = {
     "SH-32": "jobs are listed by task and state, newest first, page by page, and counted by state",
     "SH-33": "a finished job is brought back to run now, with its failures forgiven",
     "SH-34": "a person can end a job that waits, and the record says so",
+    "SH-35": "a job can be enqueued from the command line, with its arguments as JSON",
     "SG-16": "one heartbeat renews for all that a worker holds, without a deadlock with those who settle",
     "SG-17": "a worker learns from its heartbeat what it has lost",
     "SG-18": "a running job is asked to stop, by way of its worker; that counts as no failure",
