@@ -512,13 +512,16 @@ class Machine(RuleBasedStateMachine):
             worker.lease_until = self.model.now
 
     @precondition(_somebody_holds)
-    @rule(which=WHICH, want=st.integers(1, 4))
-    def another_takes_over(self, which: int, want: int) -> None:
-        """A worker loses its lease and its jobs to another; it does not know, and goes on."""
+    @rule(which=WHICH, kind=st.sampled_from(["none yet", *ENDINGS]))
+    def another_takes_over(self, which: int, kind: str) -> None:
+        """A worker loses its lease and its jobs to another; it does not know, goes on, and ends them late."""
         slow = self._holder(which)
         self._leave(slow)
         self._reap(0, 1000, thorough=False)
-        self._claim(self._live_worker(which), QUEUES, want, None, TASKS, cursored=False)
+        self._claim(self._live_worker(which), QUEUES, 10, None, TASKS, cursored=False)
+        if kind != "none yet":
+            self._settle(slow, dict.fromkeys(slow.believes, kind))
+            slow.believes.clear()
 
     # Others take care of what is late, lost or unwanted.
 

@@ -105,10 +105,10 @@ def situations(state: str) -> Iterator[Situation]:
         for late, due, signalled, keyed in itertools.product(either, either, either, either):
             yield Situation(state, late=late, due=due, signalled=signalled, keyed=keyed)
     elif state == "running":
-        for late, started, lapsed, signalled, worn in itertools.product(
-            either, either, either, either, either
-        ):
-            yield Situation(state, late=late, started=started, lapsed=lapsed, signalled=signalled, worn=worn)
+        for late, started, lapsed, signalled in itertools.product(either, either, either, either):
+            yield Situation(state, late=late, started=started, lapsed=lapsed, signalled=signalled)
+        for late, signalled in itertools.product(either, either):
+            yield Situation(state, late=late, lapsed=True, signalled=signalled, worn=True)
         yield Situation(state, keyed=True)
     elif state == "waiting":
         for lapsed, signalled, keyed in itertools.product(either, either, either):
