@@ -18,6 +18,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
 
 from shiftwork import embedded
 from shiftwork.migrate import migrate
@@ -95,7 +96,7 @@ def empty_dsn(server: str) -> Iterator[str]:
 @pytest.fixture
 def connection(dsn: str) -> Iterator[psycopg.Connection[dict[str, Any]]]:
     """A connection to it, in autocommit."""
-    with psycopg.connect(dsn, autocommit=True, row_factory=psycopg.rows.dict_row) as connection:
+    with psycopg.Connection[dict[str, Any]].connect(dsn, autocommit=True, row_factory=dict_row) as connection:
         yield connection
 
 

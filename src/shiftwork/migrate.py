@@ -19,6 +19,7 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import tuple_row
 
 from shiftwork.errors import SchemaTooNew, SchemaTooOld
 from shiftwork.settings import check_schema
@@ -107,7 +108,7 @@ def script(schema: str = "shiftwork", *, with_roles: bool = False) -> str:
 def pending(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> Pending:
     """What the database lacks. Changes nothing."""
     check_schema(schema)
-    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+    with connection.cursor(row_factory=tuple_row) as cursor:
         installed, fingerprint, applied = _installed(cursor, schema)
     missing = tuple(step for step in migrations() if step.number not in applied)
     return Pending(installed, missing, installed <= PROTOCOL and fingerprint != _fingerprint())
@@ -122,7 +123,7 @@ def migrate(
     """
     check_schema(schema)
     done = [f"applied {step.name}" for step in _apply(connection, schema)]
-    with connection.transaction(), connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+    with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
         _take_turn(cursor, schema)
         installed, fingerprint, applied = _installed(cursor, schema)
         if installed > PROTOCOL or max(applied) > migrations()[-1].number:
@@ -143,7 +144,7 @@ def migrate(
 def require(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> None:
     """Refuse a database whose protocol is older than ours; a newer one serves older clients."""
     check_schema(schema)
-    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+    with connection.cursor(row_factory=tuple_row) as cursor:
         installed, _, _ = _installed(cursor, schema)
     if installed < PROTOCOL:
         what = f"protocol {installed} is installed" if installed else "nothing is installed"
@@ -152,7 +153,7 @@ def require(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> N
 
 def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migration]:
     for step in migrations():
-        with connection.transaction(), connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
             _take_turn(cursor, schema)
             _run(cursor, _BOOTSTRAP, schema)
             _, _, applied = _installed(cursor, schema)

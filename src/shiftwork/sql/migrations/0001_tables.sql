@@ -18,6 +18,7 @@ create domain shiftwork.unique_key as text check (octet_length(value) between 1 
 create domain shiftwork.counter as int check (value between 0 and 1000000000);
 create domain shiftwork.instant as timestamptz check (value >= '0001-01-01 00:00+00' and value < '10000-01-01 00:00+00');
 create domain shiftwork.payload as jsonb check (jsonb_typeof(value) = 'object');
+create domain shiftwork.tags as text[] check (cardinality(value) <= 50);
 
 create table shiftwork.jobs (
   id            bigint generated always as identity primary key,
@@ -42,7 +43,7 @@ create table shiftwork.jobs (
   payload       shiftwork.payload not null default '{}',
   unique_key    shiftwork.unique_key,
   held_key      text,
-  tags          text[] not null default '{}',
+  tags          shiftwork.tags not null default '{}',
   result        jsonb,
   error         jsonb,
 

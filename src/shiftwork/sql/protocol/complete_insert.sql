@@ -38,9 +38,6 @@ begin
     new.held_key := new.unique_key;
   end if;
   perform shiftwork.check_payload(new.task, new.payload);
-  if cardinality(new.tags) > 50 then
-    raise exception using errcode = 'SW001', message = format('a job has at most 50 tags, and this one has %s', cardinality(new.tags));
-  end if;
   return new;
 end $$;
 

@@ -6,7 +6,9 @@ returns table (ordinal int, id bigint, outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_column
 declare
-  present timestamptz := shiftwork.clock();
+  present constant timestamptz := shiftwork.clock();
+  keyed constant boolean := jsonb_path_exists(jobs, '$[*].unique_key ? (@ != null)');
+  others bigint[];
   wish record;
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
@@ -14,37 +16,36 @@ begin
   end if;
 
   if pg_column_size(jobs) > 8192 then
-    perform shiftwork.check_payload(one ->> 'task', one -> 'payload') from jsonb_array_elements(jobs) as one
-      where pg_column_size(one) > 8192;
+    perform shiftwork.check_payload(one ->> 'task', one -> 'payload') from jsonb_array_elements(jobs) as one;
+  end if;
+  if keyed then
+    others := array(select one.ordinality from jsonb_array_elements(jobs) with ordinality as one
+                     where one.value ->> 'unique_key' is null order by one.ordinality);
   end if;
 
   return query
-  with wanted as materialized (
-    select wish.*
+  with fresh as (
+    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
+    select wish.task, coalesce(wish.payload, '{}'), coalesce(wish.queue, known.queue, 'default'),
+           coalesce(wish.priority, known.priority, 0), coalesce(wish.max_attempts, known.max_attempts, 5),
+           due.run_at, present, case when due.run_at > present then 'scheduled' else 'ready' end::shiftwork.job_state,
+           coalesce(wish.expires_at, present + wish.expires_in * interval '1 second'), coalesce(wish.tags, '{}'), wish.keep
       from rows from (jsonb_to_recordset(jobs) as (
              task text, payload jsonb, queue text, priority int, delay double precision, run_at timestamptz,
              expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int
            )) with ordinality as wish (task, payload, queue, priority, delay, run_at, expires_in, expires_at,
                                        max_attempts, unique_key, tags, keep, ordinal)
-     where wish.unique_key is null
-  ), fresh as (
-    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
-    select wanted.task, coalesce(wanted.payload, '{}'), coalesce(wanted.queue, known.queue, 'default'),
-           coalesce(wanted.priority, known.priority, 0), coalesce(wanted.max_attempts, known.max_attempts, 5),
-           due.run_at, present, case when due.run_at > present then 'scheduled' else 'ready' end::shiftwork.job_state,
-           coalesce(wanted.expires_at, present + wanted.expires_in * interval '1 second'), coalesce(wanted.tags, '{}'), wanted.keep
-      from wanted left join shiftwork.tasks as known on known.name = wanted.task
+           left join shiftwork.tasks as known on known.name = wish.task
            cross join lateral (
-             select greatest(coalesce(wanted.run_at, present + wanted.delay * interval '1 second'), present) as run_at) as due
-     order by wanted.ordinal
+             select greatest(coalesce(wish.run_at, present + wish.delay * interval '1 second'), present) as run_at) as due
+     where wish.unique_key is null
+     order by wish.ordinal
     returning jobs.id
+  ), numbered as (
+    select fresh.id, row_number() over (order by fresh.id) as place from fresh        -- ids are given in the order of the rows
   )
-  -- Ids are given in the order of the rows.
-  select pair.ordinal::int, pair.id, 'created'::text
-    from unnest(array(select wanted.ordinal from wanted order by wanted.ordinal),
-                array(select fresh.id from fresh order by fresh.id)) as pair (ordinal, id);
-
-  if not jsonb_path_exists(jobs, '$[*].unique_key ? (@ != null)') then
+  select coalesce(others[numbered.place], numbered.place)::int, numbered.id, 'created'::text from numbered;
+  if not keyed then
     return;
   end if;
 

@@ -1,10 +1,12 @@
 -- A worker renews its lease and compares what it holds with what the database thinks.
 --
--- request: {"worker": 17, "lease": 30, "held": [[id, attempt], …], "answered": 1234, "since": 1200}
+-- request: {"worker": 17, "lease": 30, "held": [[id, attempt], …], "answered": 1234, "since": 1200, "reconcile": false}
 --
 -- `answered` is the last claim number that it had an answer to when it listed what it holds; `since` is how far back its
--- rows are compared (0: all of them, as after a claim without an answer). Its rows with such a number that it does not
--- hold are strays: an answer was lost on the wire. They are released, and nothing is counted against them.
+-- rows are compared (0: all of them). Its rows with such a number that it does not hold are strays: an answer was lost on
+-- the wire. They are released, and nothing is counted against them. After a claim that failed without an answer the
+-- worker does not know its number: `reconcile` waits until no claim of this worker is in flight any more and compares
+-- all its rows. Until that is answered it must not claim.
 -- The answer: {"alive": true, "lost": [id, …], "cancel": [{"id", "reason"}, …], "strays": [id, …]}. A worker that is
 -- not alive was given up by the reaper: all it held is lost, and it has to register anew.
 create or replace function shiftwork.heartbeat(request jsonb) returns jsonb
@@ -13,13 +15,17 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off s
 declare
   present constant timestamptz := shiftwork.clock();
   holder constant bigint := (request ->> 'worker')::bigint;
-  answered constant bigint := coalesce((request ->> 'answered')::bigint, 0);
-  since constant bigint := coalesce((request ->> 'since')::bigint, 0);
+  reconcile constant boolean := coalesce((request ->> 'reconcile')::boolean, false);
+  answered constant bigint := case when reconcile then 9223372036854775807 else coalesce((request ->> 'answered')::bigint, 0) end;
+  since constant bigint := case when reconcile then 0 else coalesce((request ->> 'since')::bigint, 0) end;
   mine bigint[];
   lost jsonb;
   asked jsonb;
   strays bigint[];
 begin
+  if reconcile then
+    perform from shiftwork.workers as worker where worker.id = holder for update;      -- claims hold a lock on this row
+  end if;
   update shiftwork.workers as worker
      set lease_until = present + shiftwork.lease_of(request), seen_at = present
    where worker.id = holder and worker.gone_at is null;

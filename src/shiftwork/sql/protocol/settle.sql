@@ -50,7 +50,7 @@ begin
       insert into shiftwork.history (
         id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
         finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on)
-      select job.id, mine.ending, job.priority, job.run_at, job.created_at, job.attempt,
+      select distinct on (job.id) job.id, mine.ending, job.priority, job.run_at, job.created_at, job.attempt,
              case when mine.counts and mine.ending <> 'completed' then least(job.failures + 1, 1000000000) else job.failures end,
              job.resets, job.max_attempts, job.expires_at, job.claimed_at, job.started_at, present, job.worker, job.claim,
              job.keep, job.unique_scope, job.task, job.queue, job.payload, job.unique_key, job.tags, mine.result,
