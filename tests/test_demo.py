@@ -124,7 +124,7 @@ def test_on_a_terminal_there_is_a_picture_and_with_keep_the_data_stays(room: Pat
         pass  # how a terminal says that nobody writes to it any more
     os.close(ours)
     assert process.wait() == 0, seen
-    assert "━" in seen
+    assert "█" in seen
     assert "all are accounted for" in seen
     [kept] = room.iterdir()
     assert (kept / "data" / "cluster").is_dir()

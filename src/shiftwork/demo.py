@@ -547,7 +547,6 @@ class LiveStory(Story):
 
     def _drawn(self, counts: Mapping[State, int], note: str) -> Any:  # noqa: ANN401
         from rich.console import Group  # noqa: PLC0415
-        from rich.progress_bar import ProgressBar  # noqa: PLC0415
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
@@ -556,8 +555,8 @@ class LiveStory(Story):
         for state in State:
             if number := counts.get(state, 0):
                 colour = COLOURS.get(state, "bright_black")
-                bar = ProgressBar(total, number, width=40, complete_style=colour, finished_style=colour)
-                table.add_row(Text(f"  {state}"), bar, Text(f"{number:,}", justify="right"))
+                bar = Text("█" * (40 * number // total) or "▏", style=colour)  # readable without colour, too
+                table.add_row(Text(f"  {state}"), Text(f"{number:,}", justify="right"), bar)
         return Group(Text(), table, Text(f"  {note}", style="dim"))
 
 
