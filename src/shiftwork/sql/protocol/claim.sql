@@ -65,7 +65,7 @@ begin
   if asked.is_due then
     select * into due from shiftwork.promote(1000, asked.due);
   else
-    select 0 as promoted, asked.due as reached, null::timestamptz as earliest into due;
+    select 0 as promoted, (extract(epoch from present) * 1000000)::bigint as reached, null::timestamptz as earliest into due;
   end if;
 
   -- Queue by queue: each range begins behind a place and ends before the next known priority.

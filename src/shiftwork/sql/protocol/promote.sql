@@ -12,19 +12,18 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off s
 declare
   present timestamptz := shiftwork.clock();
   since constant timestamptz := shiftwork.place_time(after);
-  ids bigint[];
+  rows tid[];
   times timestamptz[];
 begin
-  select array_agg(due.id), array_agg(due.run_at) into ids, times from (
-    select job.id, job.run_at from shiftwork.jobs as job
+  select array_agg(due.ctid), array_agg(due.run_at) into rows, times from (
+    select job.ctid, job.run_at from shiftwork.jobs as job
      where job.state = 'scheduled' and job.run_at >= since and job.run_at <= present
      order by job.run_at, job.id limit most for update skip locked
   ) as due;
-  promoted := coalesce(cardinality(ids), 0);
-  reached := after;
+  promoted := coalesce(cardinality(rows), 0);
+  earliest := times[1];
+  reached := extract(epoch from case when promoted < most then present else times[promoted] end) * 1000000;
   if promoted > 0 then
-    update shiftwork.jobs as job set state = 'ready' where job.id = any(ids);
-    earliest := times[1];
-    reached := extract(epoch from times[promoted]) * 1000000;
+    update shiftwork.jobs as job set state = 'ready' where job.ctid = any(rows);
   end if;
 end $$;
