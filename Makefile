@@ -47,7 +47,7 @@ bench: $(READY) ## measure, as ratios within one run
 	@$(BIN)/python -m bench $(ARGS)
 
 test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
-	@$(BIN)/python tests/matrix.py $(ARGS)
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 spec: $(READY) ## write the page of rows that the tests show
 	@$(BIN)/python docs/rows.py

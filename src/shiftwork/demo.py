@@ -7,7 +7,6 @@ enqueued must be in the database once, in the state in which the play left it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -24,22 +23,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import psycopg
-from psycopg.rows import dict_row
 
-from shiftwork import embedded
+from shiftwork import embedded, operations
 from shiftwork.app import App
 from shiftwork.client import Handle
-from shiftwork.database import connect
+from shiftwork.cursor import Cursor
+from shiftwork.database import Plan, connect
 from shiftwork.errors import InvalidArgument, Poison, ShiftworkError, UnknownJob
 from shiftwork.job import Job, State
 from shiftwork.migrate import migrate
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
-from shiftwork.stores.protocol import JOB
+
+T = TypeVar("T")
 
 LEASE = 1.0
 """Seconds for which the worker that dies may be silent; few, since the play waits for them."""
@@ -176,15 +176,19 @@ class Worker:
 
     def __init__(self, app: App, name: str, *, lease: float) -> None:
         self.app = app
+        self.store = app.client.store
+        self.cursor = Cursor()
         self.connect()
-        [row] = self._ask("select shiftwork.register_worker(%s) as id", {"name": name, "lease": lease})
-        self.id: int = row["id"]
+        self.id = self._perform(operations.register(self.store, name=name, lease=lease))
 
     def claim(self, want: int) -> list[Job]:
         """Up to so many jobs that are due; they are this worker's now."""
-        request = {"worker": self.id, "queues": [{"queue": "default"}], "want": want}
-        *rows, _ = self._ask(f"select {JOB} from shiftwork.claim(%s)", request)  # noqa: S608  -- last, a report
-        return sorted((Job.from_row(row) for row in rows), key=lambda job: job.id)
+        plan = operations.claim(self.store, self.id, {"default": None}, want, cursor=self.cursor)
+        claimed = self._perform(plan)
+        if not claimed.jobs and self.cursor.places:
+            self.cursor = Cursor()  # nothing behind the last place: look from the start before giving up
+            return self.claim(want)
+        return claimed.jobs
 
     def run(self, jobs: Iterable[Job]) -> list[Outcome]:
         """Call the functions of these jobs, and decide what becomes of each."""
@@ -192,34 +196,19 @@ class Worker:
 
     def settle(self, outcomes: Sequence[Outcome]) -> dict[int, str]:
         """Write how they ended, as one batch; the answer tells for each whether it counted."""
-        told = [
-            {
-                "id": one.job.id,
-                "attempt": one.job.attempt,
-                "state": one.state.value,
-                "result": None if one.result is None else json.loads(one.result),
-                "error": one.error,
-                "delay": None if one.delay is None else one.delay.total_seconds(),
-            }
-            for one in outcomes
-        ]
-        request = {"worker": self.id, "outcomes": told}
-        return self._answers(self._ask("select id, answer from shiftwork.settle(%s)", request))
+        return self._perform(operations.settle(self.store, self.id, outcomes))
 
     def reap(self) -> dict[int, str]:
         """Take jobs back from workers whose lease has lapsed."""
-        return self._answers(self._ask("select id, answer from shiftwork.reap(%s)", self.id))
+        return self._perform(operations.reap(self.store, self.id))
 
     def expire(self) -> int:
         """End jobs that nobody started in time; how many there were."""
-        [row] = self._ask("select shiftwork.expire(%s) as many", 100)
-        many: int = row["many"]
-        return many
+        return self._perform(operations.expire(self.store))
 
     def connect(self) -> None:
         """Open a connection; the worker stays who it was."""
-        self.connection: psycopg.Connection[dict[str, Any]] = connect(self.app.settings)
-        self.connection.row_factory = dict_row
+        self.connection = connect(self.app.settings)
 
     def close(self) -> None:
         """End without a word, as after kill -9: the lease is left to lapse."""
@@ -235,13 +224,8 @@ class Worker:
             ending = Raised(error)
         return decide(job, ending, task.retry or Retry())
 
-    def _ask(self, text: str, request: Mapping[str, Any] | int) -> list[dict[str, Any]]:
-        value = request if isinstance(request, int) else json.dumps(request)
-        return self.connection.execute(text.encode(), (value,)).fetchall()
-
-    @staticmethod
-    def _answers(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-        return {row["id"]: row["answer"] for row in rows}
+    def _perform(self, plan: Plan[T]) -> T:
+        return self.app.client.perform(plan, self.connection)
 
 
 # How it goes.

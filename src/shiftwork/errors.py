@@ -46,7 +46,7 @@ class UnknownTask(ShiftworkError, LookupError):
 
 
 class UnknownJob(ShiftworkError, LookupError):
-    """No job has that id: it never existed, or its history has been pruned."""
+    """No job has that id: it never existed, or its history has been purged."""
 
 
 class DuplicateDiffers(ShiftworkError):

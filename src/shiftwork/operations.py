@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import msgspec
 
-from shiftwork.database import Plan, Wait
+from shiftwork.cursor import Cursor
+from shiftwork.database import Plan, Rows, Wait
 from shiftwork.errors import DatabaseUnavailable, ResultTimeout, UnknownJob
 from shiftwork.job import Attempt, Job, NewJob, Sent, State
-from shiftwork.stores.protocol import Protocol
+from shiftwork.outcome import Outcome
+from shiftwork.stores.protocol import Held, Protocol
 
 CHUNK_ROWS = 1_000
 CHUNK_BYTES = 4 << 20
@@ -52,7 +55,7 @@ def get(store: Protocol, job: int) -> Plan[Job]:
     for row in rows:
         return Job.from_row(row)
     raise UnknownJob(
-        f"there is no job {job}: it never was, its enqueue was rolled back, or it has been pruned"
+        f"there is no job {job}: it never was, its enqueue was rolled back, or it has been purged"
     )
 
 
@@ -101,7 +104,7 @@ def count_jobs(
 def cancel(
     store: Protocol, jobs: Sequence[int], reason: str | None = None, actor: str | None = None
 ) -> Plan[dict[int, str]]:
-    """Cancel jobs: cancelled, signalled, finished, unknown or busy, for each."""
+    """Cancel jobs: cancelled, signalled, finished or unknown, for each."""
     rows = yield store.cancel(jobs, reason, actor)
     return {row["id"]: row["answer"] for row in rows}
 
@@ -118,6 +121,212 @@ def run_now(
     """Make jobs due at once: moved, ready, refused, finished, unknown or busy; strict: all or none."""
     rows = yield store.run_now(jobs, actor, strict=strict)
     return {row["id"]: row["answer"] for row in rows}
+
+
+# What workers ask.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a claim gave: jobs in the order in which they are to run, and its report."""
+
+    jobs: list[Job]
+    number: int
+    """The claim's number; 0 if the worker is not alive any more, in the eyes of the database."""
+
+    more: bool
+    """Whether there may be more to claim at once."""
+
+    next_due_in: float | None
+    """Seconds until the next job falls due, if something was left to take."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a heartbeat told a worker about the jobs it holds."""
+
+    alive: bool
+    lost: list[int]
+    cancel: dict[int, str | None]
+    """Jobs to be cancelled, with the reason."""
+
+    strays: list[int]
+    """Jobs that were its own without its knowing; they have been released."""
+
+
+def register(store: Protocol, **details: object) -> Plan[int]:
+    """Become a worker: name, host, pid, queues, lease in seconds, details. Its id is new at every start."""
+    rows = yield store.register(details)
+    return int(rows[0]["worker"])
+
+
+def leave(store: Protocol, worker: int) -> Plan[bool]:
+    """Let the lease go."""
+    rows = yield store.leave(worker)
+    return bool(rows[0]["left"])
+
+
+def claim(
+    store: Protocol,
+    worker: int,
+    queues: Mapping[str, int | None],
+    want: int,
+    *,
+    cursor: Cursor | None = None,
+    start: int | None = None,
+    tasks: Collection[str] | None = None,
+) -> Plan[Claimed]:
+    """Claim jobs from queues in their order, each up to so many; the first `start` of them begin at once."""
+    cursor = Cursor() if cursor is None else cursor
+    began = time.monotonic()
+    request = {"worker": worker, "want": want, **cursor.wish(queues, began)}
+    if start is not None:
+        request["start"] = start
+    if tasks is not None:
+        request["tasks"] = sorted(tasks)
+    *rows, last = yield store.claim(request)
+    report = msgspec.json.decode(last["payload"])
+    taken = [(row["queue"], row["priority"], row["place"], row["id"]) for row in rows]
+    cursor.learn(report, taken, began, time.monotonic())
+    rows.sort(key=lambda row: (row["priority"], row["place"], row["id"]))
+    jobs = [Job.from_row(row) for row in rows]
+    return Claimed(jobs, report.get("claim", 0), report["more"], report.get("next_due_in"))
+
+
+def start(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
+    """Begin prefetched jobs: started, expired, cancelled, lost or busy, for each."""
+    rows = yield store.start(worker, held)
+    return {row["id"]: row["answer"] for row in rows}
+
+
+def settle(store: Protocol, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[int, str]]:
+    """Write how attempts ended: settled, already, lost, busy or refused, for each."""
+    rows = yield store.settle(worker, [_told(outcome) for outcome in outcomes])
+    return {row["id"]: row["answer"] for row in rows}
+
+
+def _told(outcome: Outcome) -> dict[str, object]:
+    told: dict[str, object] = {
+        "id": outcome.job.id,
+        "attempt": outcome.job.attempt,
+        "state": outcome.state.value,
+        "failure": outcome.counts,
+    }
+    if outcome.result is not None:
+        told["result"] = msgspec.Raw(outcome.result)
+    if outcome.error is not None:
+        told["error"] = outcome.error
+    if outcome.delay is not None:
+        told["delay"] = outcome.delay.total_seconds()
+    return told
+
+
+def release(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
+    """Give jobs back: released, cancelled, lost or busy, for each."""
+    rows = yield store.release(worker, held)
+    return {row["id"]: row["answer"] for row in rows}
+
+
+def heartbeat(
+    store: Protocol,
+    worker: int,
+    held: Held,
+    *,
+    lease: float = 30,
+    answered: int = 0,
+    since: int = 0,
+    reconcile: bool = False,
+) -> Plan[Pulse]:
+    """Renew a lease and learn what became of the jobs held."""
+    rows = yield store.heartbeat(
+        {
+            "worker": worker,
+            "lease": lease,
+            "held": held,
+            "answered": answered,
+            "since": since,
+            "reconcile": reconcile,
+        }
+    )
+    answer = msgspec.json.decode(rows[0]["answer"])
+    asked = {one["id"]: one["reason"] for one in answer["cancel"]}
+    return Pulse(answer["alive"], answer["lost"], asked, answer["strays"])
+
+
+def reap(
+    store: Protocol, reaper: int = 0, most: int = 1000, *, thorough: bool = False
+) -> Plan[dict[int, str]]:
+    """Take jobs back from workers whose lease has lapsed: ready, failed or cancelled, for each."""
+    rows = yield store.reap(reaper, most, thorough=thorough)
+    return {row["id"]: row["answer"] for row in rows}
+
+
+def promote(store: Protocol, most: int = 1000) -> Plan[int]:
+    """Let jobs whose time has come be claimed; a claim does so by itself."""
+    rows = yield store.promote(most)
+    return int(rows[0]["promoted"])
+
+
+def expire(store: Protocol, most: int = 1000) -> Plan[int]:
+    """End jobs that nobody started in time; says how many."""
+    rows = yield store.expire(most)
+    return int(rows[0]["expired"])
+
+
+def fence(store: Protocol, job: int, attempt: int) -> Plan[None]:
+    """Raise FenceLost unless this attempt holds its job, which it then keeps until the transaction ends."""
+    yield store.fence(job, attempt)
+
+
+# What people steer with.
+
+
+def pause(
+    store: Protocol,
+    *,
+    queue: str | None = None,
+    task: str | None = None,
+    lasting: timedelta | None = None,
+    reason: str | None = None,
+) -> Plan[None]:
+    """Let nobody claim from a queue, or jobs of a task, for a time or until resumed."""
+    yield store.pause(queue, task, None if lasting is None else lasting.total_seconds(), reason)
+
+
+def resume(store: Protocol, *, queue: str | None = None, task: str | None = None) -> Plan[bool]:
+    """End a pause; says whether there was one."""
+    rows = yield store.resume(queue, task)
+    return bool(rows[0]["resumed"])
+
+
+def retain(store: Protocol, queue: str, days: Mapping[State, int]) -> Plan[None]:
+    """How many days a queue keeps what ended so; what is not named stays as it was."""
+    yield store.retain(queue, [days.get(state) for state in State if state.is_final])
+
+
+def purge(store: Protocol, *, archive: bool = False) -> Plan[tuple[int, int]]:
+    """Forget what may be forgotten; says how many partitions and jobs went."""
+    rows = yield store.purge(archive=archive)
+    return rows[0]["partitions"], rows[0]["jobs"]
+
+
+def extend_history(store: Protocol) -> Plan[int]:
+    """Make the history partitions of the coming days; says how many."""
+    rows = yield store.extend_history()
+    return int(rows[0]["made"])
+
+
+def list_queues(store: Protocol) -> Plan[Rows]:
+    """Queues: what is in them, how long they keep what, and whether they are paused."""
+    return (yield store.queues())
+
+
+def list_tasks(store: Protocol) -> Plan[Rows]:
+    """Tasks: what is registered, their jobs, and whether they are paused."""
+    return (yield store.tasks())
+
+
+# What waiters ask.
 
 
 def await_end(store: Protocol, job: int, timeout: float, poll: float) -> Plan[Job]:

@@ -83,7 +83,7 @@ def check_schema(name: str) -> str:
 
 def mask(dsn: str) -> str:
     """The connection string as it may be shown: without its password."""
-    dsn = re.sub(r"(?i)(://[^/@]*?:)[^@]*(@)", r"\1***\2", dsn)
+    dsn = re.sub(r"(?i)(://[^/@:]*:)[^/]*(@)", r"\1***\2", dsn)
     return re.sub(r"""(?i)(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)""", r"\1***", dsn)
 
 

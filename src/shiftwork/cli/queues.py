@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from shiftwork import operations
 from shiftwork.cli.asking import NOT_SO, database_options, duration, json_option, opened, place
 from shiftwork.cli.printing import at, clean, print_json, print_table, shortened
+from shiftwork.job import State, check_name, moment
 from shiftwork.settings import UNLIMITED, Settings
 
-if TYPE_CHECKING:
-    from shiftwork.app import App
-
 CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: it was not paused (resume)."
-LIVE = ("blocked", "scheduled", "ready", "running", "waiting")
-ENDINGS = ("completed", "failed", "cancelled", "expired")
-
-# Everything that has a name of its kind: jobs that are not finished, what the registry says, and pauses.
-KNOWN = """
-with live as (
-  select <kind> as name, jsonb_object_agg(state, number) as jobs
-    from (select <kind>, state, count(*) as number from shiftwork.jobs group by <kind>, state) as counted
-   group by <kind>
-), paused as (
-  select name, extract(epoch from until)::text as until, reason from shiftwork.pauses
-   where kind = '<kind>' and (until is null or until > shiftwork.clock())
-)
-select name, coalesce(live.jobs, '{}') as jobs, <said>,
-       paused.name is not null as paused, paused.until, paused.reason
-  from live full join shiftwork.<kind>s as known using (name) full join paused using (name)
- order by name
-"""
-QUEUES = KNOWN.replace("<kind>", "queue").replace(
-    "<said>", ", ".join(f"known.keep_{ending} as {ending}" for ending in ENDINGS)
-)
-TASKS = KNOWN.replace("<kind>", "task").replace(
-    "<said>",
-    "known.queue, known.priority, known.max_attempts, known.description",
-)
-PAUSE_QUEUE = "select shiftwork.pause(queue => %s, lasting => make_interval(secs => %s), reason => %s)"
-PAUSE_TASK = "select shiftwork.pause(task => %s, lasting => make_interval(secs => %s), reason => %s)"
-RESUME_QUEUE = "select shiftwork.resume(queue => %s) as resumed"
-RESUME_TASK = "select shiftwork.resume(task => %s) as resumed"
-RETAIN = "select shiftwork.retain(%s, completed => %s, failed => %s, cancelled => %s, expired => %s)"
-PURGE = "select partitions, jobs from shiftwork.purge(%s)"
-
-
-def ask(app: App, text: str, *params: object) -> Sequence[Mapping[str, Any]]:
-    """Put one statement to the database, written for the schema `shiftwork`."""
-    from shiftwork.database import Plan, Rows, Statement  # noqa: PLC0415
-
-    def plan() -> Plan[Rows]:
-        return (yield Statement(text.replace("shiftwork.", f'"{app.client.settings.schema}".'), params))
-
-    return app.client.perform(plan())
+LIVE = tuple(state.value for state in State if not state.is_final)
+ENDINGS = tuple(state.value for state in State if state.is_final)
 
 
 @click.group(epilog=CODES)
@@ -75,7 +35,7 @@ def tasks() -> None:
 def list_queues(settings: Settings, as_json: bool) -> None:
     """List queues: what is in them, whether they are paused, and how long they keep what is finished."""
     with opened(settings) as app:
-        found = [_with_moment(row) for row in ask(app, QUEUES)]
+        found = [_with_moment(row) for row in app.client.perform(operations.list_queues(app.client.store))]
     if as_json:
         print_json(found)
         return
@@ -92,7 +52,7 @@ def list_queues(settings: Settings, as_json: bool) -> None:
 def list_tasks(settings: Settings, as_json: bool) -> None:
     """List tasks: those that are registered in the database, and those that have jobs."""
     with opened(settings) as app:
-        found = [_with_moment(row) for row in ask(app, TASKS)]
+        found = [_with_moment(row) for row in app.client.perform(operations.list_tasks(app.client.store))]
     if as_json:
         print_json(found)
         return
@@ -108,8 +68,6 @@ def list_tasks(settings: Settings, as_json: bool) -> None:
 
 
 def _with_moment(row: Mapping[str, Any]) -> dict[str, Any]:
-    from shiftwork.job import moment  # noqa: PLC0415
-
     return {**row, "until": moment(row["until"])}
 
 
@@ -132,7 +90,7 @@ def _pause(row: Mapping[str, Any]) -> str:
     return f"{said}: {shortened(row['reason'])}" if row["reason"] else said
 
 
-def _steering(group: click.Group, kind: str, pausing: str, resuming: str) -> None:
+def _steering(group: click.Group, kind: str) -> None:
     """Both `pause` and `resume`, for queues or for tasks."""
 
     @group.command(help=f"Pause a {kind}: nobody claims from it; what runs goes on.")
@@ -142,7 +100,10 @@ def _steering(group: click.Group, kind: str, pausing: str, resuming: str) -> Non
     @click.option("--reason", help="Why; it is shown in the list.")
     def pause(settings: Settings, name: str, lasting: timedelta | None, reason: str | None) -> None:
         with opened(settings) as app:
-            ask(app, pausing, _named(kind, name), lasting.total_seconds() if lasting else None, reason)
+            plan = operations.pause(
+                app.client.store, **{kind: _named(kind, name)}, lasting=lasting, reason=reason
+            )
+            app.client.perform(plan)
         click.echo(
             f"{kind} {clean(name)} is paused{'' if lasting else f', until `shiftwork {kind}s resume`'}."
         )
@@ -153,19 +114,17 @@ def _steering(group: click.Group, kind: str, pausing: str, resuming: str) -> Non
     @click.pass_context
     def resume(context: click.Context, settings: Settings, name: str) -> None:
         with opened(settings) as app:
-            [row] = ask(app, resuming, _named(kind, name))
-        click.echo(f"{kind} {clean(name)} {'goes on' if row['resumed'] else 'was not paused'}.")
-        context.exit(0 if row["resumed"] else NOT_SO)
+            resumed = app.client.perform(operations.resume(app.client.store, **{kind: _named(kind, name)}))
+        click.echo(f"{kind} {clean(name)} {'goes on' if resumed else 'was not paused'}.")
+        context.exit(0 if resumed else NOT_SO)
 
 
 def _named(kind: str, name: str) -> str:
-    from shiftwork.job import check_name  # noqa: PLC0415
-
     return check_name(f"the name of a {kind}", name)
 
 
-_steering(queues, "queue", PAUSE_QUEUE, RESUME_QUEUE)
-_steering(tasks, "task", PAUSE_TASK, RESUME_TASK)
+_steering(queues, "queue")
+_steering(tasks, "task")
 
 
 def days(text: str) -> int:
@@ -198,7 +157,8 @@ def retain(settings: Settings, name: str, **kept: int | None) -> None:
     if all(value is None for value in kept.values()):
         raise click.UsageError(f"Say what to keep: {', '.join(f'--{ending}' for ending in ENDINGS)}.")
     with opened(settings) as app:
-        ask(app, RETAIN, _named("queue", name), *(kept[ending] for ending in ENDINGS))
+        days = {State(ending): value for ending, value in kept.items() if value is not None}
+        app.client.perform(operations.retain(app.client.store, _named("queue", name), days))
     click.echo(f"queue {clean(name)} keeps {_kept(kept)}.")
 
 
@@ -214,9 +174,9 @@ def purge(settings: Settings, archive: bool, as_json: bool) -> None:
     partitions = jobs = 0
     with opened(settings) as app:
         while True:
-            [row] = ask(app, PURGE, archive)
-            partitions, jobs = partitions + row["partitions"], jobs + row["jobs"]
-            if not row["jobs"]:
+            days, gone = app.client.perform(operations.purge(app.client.store, archive=archive))
+            partitions, jobs = partitions + days, jobs + gone
+            if not gone:
                 break
     if as_json:
         print_json({"partitions": partitions, "jobs": jobs})

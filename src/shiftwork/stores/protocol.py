@@ -7,7 +7,9 @@ always bound.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from shiftwork.database import Statement
 from shiftwork.job import State
@@ -35,7 +37,7 @@ MATCHING = """
 PARTS = {"<job>": JOB, "<attempt>": ATTEMPT, "<matching>": MATCHING}
 
 ENQUEUE = "select ordinal, id, outcome from shiftwork.enqueue_many(%s::jsonb)"
-GET = "select <job> from shiftwork.all_jobs where id = any(%s::bigint[]) order by id"
+GET = "select <job> from shiftwork.look(%s::bigint[]) order by id"
 ATTEMPTS = "select <attempt> from shiftwork.attempts where job = any(%s::bigint[]) order by job, attempt"
 LIST = (
     "select <job> from shiftwork.all_jobs <matching> and (%s::bigint is null or id < %s)"
@@ -45,7 +47,58 @@ COUNTS = "select state::text as state, count(*) as number from shiftwork.all_job
 CANCEL = "select id, answer from shiftwork.cancel(%s::bigint[], %s::text, %s::text)"
 REVIVE = "select id, answer from shiftwork.revive(%s::bigint[], %s::text)"
 RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::boolean)"
+
+# What workers call. The answer of a claim ends with its report, which has id 0.
+REGISTER = "select shiftwork.register_worker(%s::jsonb) as worker"
+LEAVE = "select shiftwork.leave(%s::bigint) as left"
+CLAIM = (
+    "select <job>, (extract(epoch from run_at) * 1000000)::bigint as place from shiftwork.claim(%s::jsonb)"
+)
+START = "select id, answer from shiftwork.start(%s::jsonb)"
+SETTLE = "select id, answer, state::text as state from shiftwork.settle(%s::jsonb)"
+RELEASE = "select id, answer from shiftwork.release(%s::jsonb)"
+HEARTBEAT = "select shiftwork.heartbeat(%s::jsonb)::text as answer"
+REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
+PROMOTE = "select promoted from shiftwork.promote(%s::int)"
+EXPIRE = "select shiftwork.expire(%s::int) as expired"
+FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
+
+# What people steer with.
+PAUSE = "select shiftwork.pause(queue => %s::text, task => %s::text, lasting => make_interval(secs => %s), reason => %s::text)"
+RESUME = "select shiftwork.resume(queue => %s::text, task => %s::text) as resumed"
+RETAIN = "select shiftwork.retain(%s::text, completed => %s::int, failed => %s::int, cancelled => %s::int, expired => %s::int)"
+PURGE = "select partitions, jobs from shiftwork.purge(%s::boolean)"
+EXTEND_HISTORY = "select shiftwork.extend_history() as made"
+# Everything that has a name of its kind: jobs that are not finished, what the registry says, and pauses.
+KNOWN = """
+with live as (
+  select <kind> as name, jsonb_object_agg(state, number) as jobs
+    from (select <kind>, state, count(*) as number from shiftwork.jobs group by <kind>, state) as counted
+   group by <kind>
+), paused as (
+  select name, extract(epoch from until)::text as until, reason from shiftwork.pauses
+   where kind = '<kind>' and (until is null or until > shiftwork.clock())
+)
+select name, coalesce(live.jobs, '{}') as jobs, <said>,
+       paused.name is not null as paused, paused.until, paused.reason
+  from live full join shiftwork.<kind>s as known using (name) full join paused using (name)
+ order by name
+"""
+QUEUES = KNOWN.replace("<kind>", "queue").replace(
+    "<said>", ", ".join(f"known.keep_{state} as {state}" for state in State if state.is_final)
+)
+TASKS = KNOWN.replace("<kind>", "task").replace(
+    "<said>", "known.queue, known.priority, known.max_attempts, known.description"
+)
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
+
+
+Held = Sequence[tuple[int, int]]
+"""What a worker holds: ids and attempts."""
+
+
+def _text(document: Mapping[str, object]) -> str:
+    return msgspec.json.encode(document).decode()
 
 
 class Protocol:
@@ -95,6 +148,80 @@ class Protocol:
     def run_now(self, ids: Sequence[int], actor: str | None, *, strict: bool) -> Statement:
         """Make scheduled jobs due at once."""
         return self._statement(RUN_NOW, list(ids), actor, strict)
+
+    def register(self, details: Mapping[str, object]) -> Statement:
+        """A process makes itself known as a worker."""
+        return self._statement(REGISTER, _text(details))
+
+    def leave(self, worker: int) -> Statement:
+        """A worker's lease ends now."""
+        return self._statement(LEAVE, worker)
+
+    def claim(self, request: Mapping[str, object]) -> Statement:
+        """Jobs for a worker, and a report."""
+        return self._statement(CLAIM, _text(request))
+
+    def start(self, worker: int, held: Held) -> Statement:
+        """The code of prefetched jobs is about to begin."""
+        return self._statement(START, _text({"worker": worker, "held": held}))
+
+    def settle(self, worker: int, outcomes: Sequence[Mapping[str, object]]) -> Statement:
+        """How attempts ended."""
+        return self._statement(SETTLE, _text({"worker": worker, "outcomes": outcomes}))
+
+    def release(self, worker: int, held: Held) -> Statement:
+        """Give jobs back, with nothing counted."""
+        return self._statement(RELEASE, _text({"worker": worker, "held": held}))
+
+    def heartbeat(self, request: Mapping[str, object]) -> Statement:
+        """Renew a lease, and compare what is held."""
+        return self._statement(HEARTBEAT, _text(request))
+
+    def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
+        """Take jobs back from workers whose lease has lapsed."""
+        return self._statement(REAP, reaper, most, thorough)
+
+    def promote(self, most: int) -> Statement:
+        """Jobs whose time has come may be claimed."""
+        return self._statement(PROMOTE, most)
+
+    def expire(self, most: int) -> Statement:
+        """End jobs that nobody started in time."""
+        return self._statement(EXPIRE, most)
+
+    def fence(self, job: int, attempt: int) -> Statement:
+        """Go on only if this attempt holds its job; until the transaction ends, it keeps it."""
+        return self._statement(FENCE, job, attempt)
+
+    def pause(
+        self, queue: str | None, task: str | None, seconds: float | None, reason: str | None
+    ) -> Statement:
+        """Let nobody claim from a queue, or jobs of a task."""
+        return self._statement(PAUSE, queue, task, seconds, reason)
+
+    def resume(self, queue: str | None, task: str | None) -> Statement:
+        """End a pause."""
+        return self._statement(RESUME, queue, task)
+
+    def retain(self, queue: str, days: Sequence[int | None]) -> Statement:
+        """How many days to keep what is completed, failed, cancelled and expired."""
+        return self._statement(RETAIN, queue, *days)
+
+    def purge(self, *, archive: bool) -> Statement:
+        """Forget what may be forgotten."""
+        return self._statement(PURGE, archive)
+
+    def extend_history(self) -> Statement:
+        """Make the partitions of the coming days."""
+        return self._statement(EXTEND_HISTORY)
+
+    def queues(self) -> Statement:
+        """Queues: what is in them, how long they keep what, and whether they are paused."""
+        return self._look(QUEUES)
+
+    def tasks(self) -> Statement:
+        """Tasks: what is registered, their jobs, and whether they are paused."""
+        return self._look(TASKS)
 
     def await_results(self, seconds: float) -> Statement:
         """Ask that ended jobs be announced for so long."""
