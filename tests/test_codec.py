@@ -188,6 +188,52 @@ def test_a_wrong_argument_is_refused_by_its_name() -> None:
     assert "copies[1].street" in str(nested)
 
 
+class Moment(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    at: datetime
+    id: UUID
+
+
+class Login(pydantic.BaseModel):
+    user: str
+    password: pydantic.SecretStr
+    attempts: int = 0
+
+
+def test_a_strict_model_comes_back_from_json() -> None:
+    def note(moment: Moment) -> Moment:
+        return moment
+
+    signature, moment = Signature("note", note), Moment(at=datetime(2026, 1, 2, tzinfo=UTC), id=UUID(int=7))
+    assert call(signature, send(signature, moment)) == moment
+
+
+def test_a_model_that_hides_a_secret_from_json_is_refused() -> None:
+    def enter(logins: list[Login]) -> None: ...
+
+    refused = refusal(enter, [Login(user="ada", password=pydantic.SecretStr("hunter2"))])
+    assert refused.argument == "logins"
+    assert "see 'password'" in str(refused)
+
+
+def test_a_refusal_does_not_repeat_the_value() -> None:
+    def enter(login: Login | None = None, colour: Colour = Colour.RED, kind: Literal["a"] = "a") -> Colour:
+        return colour
+
+    said = str(refusal(enter, {"user": "ada", "password": "p", "attempts": "hunter2"}))
+    assert "attempts: Input should be a valid integer" in said
+    assert "hunter2" not in said
+    assert "http" not in said
+    for name in ("colour", "kind"):
+        refused = refusal(enter, **{name: "hunter2"})
+        assert refused.argument == name
+        assert "Invalid enum value" in str(refused)
+        assert "hunter2" not in str(refused)
+    with pytest.raises(InvalidArgument) as stored:
+        Signature("enter", enter).read_result("hunter2")
+    assert "hunter2" not in str(stored.value)
+
+
 def test_missing_and_unknown_arguments_are_named() -> None:
     assert "'to'" in str(refusal(mail))
     assert "'subject'" in str(refusal(mail, "ada", subject="x"))

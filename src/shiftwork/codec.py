@@ -29,6 +29,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _PLACE = re.compile(r"(?s)(.*) - at `(?:key in )?\$\.?(.*)`")
 _FIELD = re.compile(r"(?s)(.*) field `(.*)`")
+_VALUE = re.compile(r"(?s)^(Invalid (?:enum )?value) .*?(?= - at `|$)")
 _json = msgspec.json.Encoder()
 
 
@@ -63,7 +64,7 @@ class Signature:
         """The call as JSON; refused, naming the argument, if it does not fit or cannot be stored."""
         given = self._bind(args, kwargs)
         try:
-            payload = msgspec.to_builtins(given, str_keys=True, enc_hook=_simplify)
+            payload = msgspec.to_builtins(given, str_keys=True, enc_hook=_simplify_argument)
         except (TypeError, ValueError, RecursionError):
             payload = {name: self._to_json(name, value) for name, value in given.items()}
         for name, value in payload.items():
@@ -116,7 +117,7 @@ class Signature:
             return msgspec.convert(stored, expected, str_keys=True, dec_hook=_build)
         except (msgspec.ValidationError, TypeError) as error:
             raise InvalidArgument(
-                f"task {self.task!r}: the stored result is not what the task says it returns: {error}",
+                f"task {self.task!r}: the stored result is not what the task says it returns: {_told(error)}",
                 task=self.task,
             ) from error
 
@@ -136,7 +137,7 @@ class Signature:
 
     def _to_json(self, name: str, value: object) -> object:
         try:
-            return msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
+            return msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify_argument)
         except RecursionError:
             raise self._refuse(name, "is nested too deeply, or contains itself") from None
         except (TypeError, ValueError) as error:
@@ -153,7 +154,7 @@ class Signature:
             if rest:
                 rest = {name: self._convert_rest(name, value) for name, value in rest.items()}
         except msgspec.ValidationError as error:
-            raise self._explain(str(error)) from error
+            raise self._explain(_told(error)) from error
         except RecursionError:
             raise InvalidArgument(
                 f"task {self.task!r}: the payload is nested too deeply", task=self.task
@@ -166,7 +167,7 @@ class Signature:
             hint = self._hints.get(self._rest or "", Any)
             return msgspec.convert(value, hint, str_keys=True, dec_hook=_build)
         except msgspec.ValidationError as error:
-            raise self._refuse(name, str(error)) from error
+            raise self._refuse(name, _told(error)) from error
 
     def _explain(self, message: str) -> InvalidArgument:
         """msgspec's complaint, told of an argument instead of a path in a document."""
@@ -322,6 +323,17 @@ def _simplify(value: object) -> object:
     raise TypeError(f"there is no JSON for {type(value).__name__}")
 
 
+def _simplify_argument(value: object) -> object:
+    """The same, if it comes back as it was: a model may write less than it holds, such as `***` for a secret."""
+    simple = _simplify(value)
+    if _is_model(type(value)):
+        before, after = dict(value), dict(_build(type(value), simple))  # type: ignore[call-overload]
+        if changed := [name for name in before if name not in after or after[name] != before[name]]:
+            fields = ", ".join(map(repr, changed))
+            raise ValueError(f"{type(value).__name__} does not come back from it as it was (see {fields})")
+    return simple
+
+
 def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401
     """Types that msgspec does not know, on their way back."""
     if kind is object:
@@ -331,8 +343,23 @@ def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401
             raise TypeError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
         return kind(value)
     if _is_model(kind):
-        return kind.model_validate(value)  # pydantic's ValidationError is a ValueError, as msgspec wants it
+        return _validate(kind, value)
     raise TypeError(f"there is no way from JSON to {getattr(kind, '__name__', kind)}")
+
+
+def _validate(kind: Any, value: object) -> object:  # noqa: ANN401
+    """A pydantic model from JSON: even a strict one takes a date from text then."""
+    try:
+        return kind.model_validate_json(_json.encode(value))
+    except sys.modules["pydantic"].ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        told = (f"{'.'.join(map(str, it['loc']))}: {it['msg']}".removeprefix(": ") for it in faults)
+        raise ValueError("; ".join(told)) from None  # without the values, which may be nobody's business
+
+
+def _told(error: Exception) -> str:
+    """msgspec's complaint without the value that it complains of."""
+    return _VALUE.sub(r"\1", str(error))
 
 
 def _is_model(kind: object) -> bool:
