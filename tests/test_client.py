@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, LiteralString
 from uuid import UUID
@@ -345,6 +343,58 @@ def test_many_jobs_go_in_together_or_not_at_all(app: App, protocol: Protocol) ->
     with pytest.raises(RuntimeError, match="out of names"):
         app.enqueue_many(failing(), atomic=False)
     assert app.counts()[State.READY] == 5_000
+
+
+def test_a_line_cut_between_chunks_is_told_with_what_was_committed(
+    app: App, server: str, connection: Connection
+) -> None:
+    # spec: HO-32
+    task = declare(app).greet
+    name = sql.Identifier(connection.info.dbname)
+
+    def cut() -> Iterator[Any]:
+        yield from (task.job("Ada") for _ in range(2_100))
+        with psycopg.connect(server, autocommit=True) as admin:
+            admin.execute(sql.SQL("alter database {} allow_connections false").format(name))
+        terminate(connection)
+
+    with pytest.raises(DatabaseUnavailable, match=r"first 2,000 jobs were committed") as lost:
+        app.enqueue_many(cut(), atomic=False)
+    assert lost.value.maybe_committed is True
+    [row] = connection.execute("select count(*) as number from shiftwork.jobs").fetchall()
+    assert row["number"] == 2_000
+
+
+def test_many_jobs_on_a_lent_connection_in_autocommit_go_in_together_or_not_at_all(
+    app: App, dsn: str, connection: Connection
+) -> None:
+    task = declare(app).greet
+
+    def cut(own: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> Iterator[Any]:
+        yield from (task.job("Ada") for _ in range(2_100))
+        connection.execute("select pg_terminate_backend(%s, 10000)", [own.info.backend_pid])
+
+    def lost(told: pytest.ExceptionInfo[DatabaseUnavailable]) -> bool:
+        return app.counts()[State.READY] == 0 and not told.value.maybe_committed
+
+    with psycopg.connect(dsn, autocommit=True) as own:
+        with pytest.raises(DatabaseUnavailable, match="nothing was committed") as told:
+            app.enqueue_many(cut(own), connection=own)
+        assert lost(told)
+
+    async def awaiting() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as own:
+            with pytest.raises(DatabaseUnavailable, match="nothing was committed") as told:
+                await app.aenqueue_many(cut(own), connection=own)
+            assert lost(told)
+
+    asyncio.run(awaiting())
+    with (
+        psycopg.connect(dsn, autocommit=True) as own,
+        pytest.raises(DatabaseUnavailable, match=r"first 2,000 jobs were committed"),
+    ):
+        app.enqueue_many(cut(own), connection=own, atomic=False)
+    assert app.counts()[State.READY] == 2_000
 
 
 async def test_many_jobs_from_an_event_loop(aapp: App) -> None:
@@ -919,16 +969,6 @@ def test_what_is_no_connection_string_is_refused_as_such(dsn: str) -> None:
 def test_settings_are_given_in_one_way_only(dsn: str) -> None:
     with pytest.raises(ConfigurationError, match="not both"):
         App(dsn, settings=Settings())
-
-
-@pytest.mark.parametrize("page", ["client.md", "deduplication.md"])
-def test_what_the_pages_show_works(page: str, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parent.parent / "docs" / page).read_text()
-    monkeypatch.setenv("DATABASE_URL", dsn)
-    shown: dict[str, Any] = {"__name__": "shown"}
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block, page, "exec", dont_inherit=True), shown)
-    shown["app"].close()
 
 
 def test_importing_the_package_is_light_and_all_names_are_there() -> None:

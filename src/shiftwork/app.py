@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
-from shiftwork.database import connect
+from shiftwork.database import commits_each, connect
 from shiftwork.errors import ConfigurationError, UnknownTask
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
 from shiftwork.retry import Retry
@@ -156,11 +156,12 @@ class App(Surroundings):
     ) -> list[Handle[R]]:
         """Enqueue any number of jobs, sent in chunks as they are read.
 
-        All or none of them: it is one transaction, or yours if you lend a connection. With `atomic=False`
-        each chunk commits by itself.
+        All or none of them: it is one transaction, or yours if you lend a connection that is in one. With
+        `atomic=False` each chunk commits by itself, unless it is in yours.
         """
         client, names = self.client, list[str]()
-        plan = operations.enqueue(client.store, _noting(jobs, names))
+        apart = not atomic and commits_each(connection)
+        plan = operations.enqueue(client.store, _noting(jobs, names), apart=apart)
         sent = client.perform(plan, connection, atomic=atomic)
         return [self._handle(name, it.id, it.outcome) for name, it in zip(names, sent, strict=True)]
 
@@ -169,7 +170,8 @@ class App(Surroundings):
     ) -> list[Handle[R]]:
         """Enqueue any number of jobs, sent in chunks as they are read; see `enqueue_many`."""
         client, names = self.client, list[str]()
-        plan = operations.enqueue(client.store, _noting(jobs, names))
+        apart = not atomic and commits_each(connection)
+        plan = operations.enqueue(client.store, _noting(jobs, names), apart=apart)
         sent = await client.aperform(plan, connection, atomic=atomic)
         return [self._handle(name, it.id, it.outcome) for name, it in zip(names, sent, strict=True)]
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from psycopg import AsyncConnection, Connection
+
 from shiftwork import operations
 from shiftwork.database import (
     APool,
@@ -21,6 +23,7 @@ from shiftwork.database import (
     aexecuting,
     alend,
     arun,
+    commits_each,
     committing,
     connect,
     executing,
@@ -49,8 +52,11 @@ class Client:
         self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
 
     def perform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
-        """Carry out a plan; `atomic` makes its statements one transaction if the connection is ours."""
+        """Carry out a plan; `atomic` makes its statements one transaction, unless they are in the caller's."""
         schema = self.settings.schema
+        if atomic and isinstance(connection, Connection) and commits_each(connection):
+            with committing(connection, schema, lent=True):
+                return run(plan, lend(connection, schema))
         if connection is not None:
             return run(plan, lend(connection, schema))
         if not atomic:
@@ -59,8 +65,11 @@ class Client:
             return run(plan, executing(own, schema, lent=False))
 
     async def aperform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
-        """Carry out a plan; `atomic` makes its statements one transaction if the connection is ours."""
+        """Carry out a plan; `atomic` makes its statements one transaction, unless they are in the caller's."""
         schema = self.settings.schema
+        if atomic and isinstance(connection, AsyncConnection) and commits_each(connection):
+            async with acommitting(connection, schema, lent=True):
+                return await arun(plan, alend(connection, schema))
         if connection is not None:
             return await arun(plan, alend(connection, schema))
         if not atomic:

@@ -173,9 +173,11 @@ def _unreachable(error: Exception, dsn: str) -> DatabaseUnavailable:
     )
 
 
-def _commits_itself(connection: Connection[Any] | AsyncConnection[Any], statement: Statement) -> bool:
-    idle = connection.info.transaction_status == TransactionStatus.IDLE
-    return statement.writes and connection.autocommit and idle
+def commits_each(connection: object) -> bool:
+    """Whether every statement that is put on this connection (None: on one of ours) commits itself."""
+    if not isinstance(connection, Connection | AsyncConnection):
+        return connection is None
+    return connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE
 
 
 # Connections of ours.
@@ -384,7 +386,7 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     """A way to put statements on this connection, with a cursor of our own whatever its row factory is."""
 
     def execute(statement: Statement) -> Rows:
-        commits = _commits_itself(connection, statement)
+        commits = statement.writes and commits_each(connection)
         try:
             with connection.cursor(row_factory=dict_row) as cursor:
                 cursor.execute(statement.text.encode(), statement.params, prepare=False)
@@ -402,7 +404,7 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
     """The same for an awaiting caller."""
 
     async def execute(statement: Statement) -> Rows:
-        commits = _commits_itself(connection, statement)
+        commits = statement.writes and commits_each(connection)
         try:
             async with connection.cursor(row_factory=dict_row) as cursor:
                 await cursor.execute(statement.text.encode(), statement.params, prepare=False)
@@ -456,7 +458,7 @@ def _unknown(connection: object) -> ConfigurationError:
 
 
 @contextmanager
-def committing(connection: Connection[Any], schema: str) -> Iterator[None]:
+def committing(connection: Connection[Any], schema: str, *, lent: bool = False) -> Iterator[None]:
     """One transaction around the block; an error tells whether it may have been committed after all."""
     done = False
     try:
@@ -464,11 +466,15 @@ def committing(connection: Connection[Any], schema: str) -> Iterator[None]:
             yield
             done = True
     except psycopg.Error as error:
+        if lent and error.sqlstate in _AGAIN:
+            raise
         raise translate(error, schema, commits=done, alive=not connection.closed) from error
 
 
 @asynccontextmanager
-async def acommitting(connection: AsyncConnection[Any], schema: str) -> AsyncIterator[None]:
+async def acommitting(
+    connection: AsyncConnection[Any], schema: str, *, lent: bool = False
+) -> AsyncIterator[None]:
     """The same for an awaiting caller."""
     done = False
     try:
@@ -476,4 +482,6 @@ async def acommitting(connection: AsyncConnection[Any], schema: str) -> AsyncIte
             yield
             done = True
     except psycopg.Error as error:
+        if lent and error.sqlstate in _AGAIN:
+            raise
         raise translate(error, schema, commits=done, alive=not connection.closed) from error

@@ -23,11 +23,23 @@ FIRST_LOOK = 1.0
 _encoder = msgspec.json.Encoder()
 
 
-def enqueue(store: Protocol, jobs: Iterable[NewJob[object]]) -> Plan[list[Sent]]:
-    """Enqueue jobs, in statements of a bounded size; the answers come in the order of the jobs."""
+def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = False) -> Plan[list[Sent]]:
+    """Enqueue jobs, in statements of a bounded size; the answers come in the order of the jobs.
+
+    `apart`: each statement commits itself, so that what was sent before a line is lost has come to stay.
+    """
     sent: list[Sent] = []
     for document, number in _documents(jobs):
-        rows = yield store.enqueue(document)
+        try:
+            rows = yield store.enqueue(document)
+        except DatabaseUnavailable as error:
+            if not (apart and sent):
+                raise
+            raise DatabaseUnavailable(
+                f"the first {len(sent):,} jobs were committed; then: {error}",
+                maybe_committed=True,
+                sqlstate=error.sqlstate,
+            ) from error
         answers: list[Sent | None] = [None] * number
         for row in rows:
             answers[row["ordinal"] - 1] = Sent(row["id"], row["outcome"])
