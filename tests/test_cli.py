@@ -198,6 +198,28 @@ def test_a_dsn_that_is_none_is_told_without_the_password() -> None:
     assert "hunter2" not in said.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["jobs", "list", "--task", "\udcff"],
+        ["jobs", "cancel", "1", "--reason", "\udcff"],
+        ["queues", "pause", "q", "--reason", "\udcff"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_bytes_that_are_no_text_are_wrong_usage(dsn: str, command: list[str]) -> None:
+    said = shiftwork(*command, "--dsn", dsn)
+    assert said.returncode == 2, said.stderr
+    assert "cannot be sent" in said.stderr
+
+
+@pytest.mark.parametrize("dsn", ["\udcff", "host=\udcff", "host=a..b"])
+def test_a_dsn_that_names_no_host_is_told(dsn: str) -> None:
+    for command in (["migrate"], ["jobs", "list"]):
+        said = shiftwork(*command, "--dsn", dsn)
+        assert said.returncode == 1, said.stderr
+
+
 def test_missing_rights_are_told(empty_dsn: str) -> None:
     role = f"nobody_{os.getpid()}_{os.urandom(3).hex()}"
     with psycopg.connect(empty_dsn, autocommit=True) as connection:

@@ -966,6 +966,34 @@ def test_what_is_no_connection_string_is_refused_as_such(dsn: str) -> None:
     assert "s3cret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("dsn", ["host=a..b password=s3cret", "host=\udcff password=s3cret"])
+def test_a_host_that_cannot_be_one_is_refused_as_such(dsn: str) -> None:
+    with App(dsn) as app:
+        with pytest.raises(ConfigurationError) as refused:
+            app.counts()
+        with pytest.raises(ConfigurationError) as also:
+            asyncio.run(app.acounts())
+    for error in (refused.value, also.value):
+        assert not isinstance(error, DatabaseUnavailable)
+        assert "s3cret" not in str(error)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\udcff"])
+def test_what_cannot_be_sent_is_not_taken_for_a_database_that_is_away(app: App, text: str) -> None:
+    # spec: HO-32
+    handle = declare(app).greet.enqueue("Ada")
+    for asking in (
+        lambda: app.jobs(task=text),
+        lambda: app.counts(queue=text),
+        lambda: handle.cancel(text),
+        lambda: app.cancel([handle.id, text]),  # type: ignore[list-item]
+        lambda: asyncio.run(app.acancel([handle.id], text)),
+    ):
+        with pytest.raises(InvalidArgument, match="cannot be sent"):
+            asking()
+    assert handle.status() is State.READY
+
+
 def test_settings_are_given_in_one_way_only(dsn: str) -> None:
     with pytest.raises(ConfigurationError, match="not both"):
         App(dsn, settings=Settings())

@@ -121,6 +121,7 @@ def _cannot_wait(_: Wait) -> NoReturn:
 
 # Lost connections, shutdown, no resources, read-only after a switchover, failing disks.
 _AWAY = ("08", "57P", "53", "25006", "58")
+_UNSENT = (psycopg.DataError, psycopg.ProgrammingError, psycopg.NotSupportedError)  # if the driver says so
 _AGAIN = ("40001", "40P01", "55P03", "57014")  # the caller's own retry logic looks for these by their class
 
 
@@ -150,6 +151,8 @@ def translate(  # noqa: PLR0911
             )
         case "42501":
             return NotAllowed(f"the database role may not do this: {said}", sqlstate=state)
+    if state is None and isinstance(error, _UNSENT):
+        return InvalidArgument(f"this cannot be sent to the database: {said}")
     if not alive or (state or "08").startswith(_AWAY):
         maybe = commits and not alive
         certainty = "it may have been committed" if maybe else "nothing was committed"
@@ -162,6 +165,14 @@ def translate(  # noqa: PLR0911
 def _said(error: psycopg.Error) -> str:
     said = (error.diag.message_primary or str(error) or type(error).__name__).strip()
     return f"{said}. {error.diag.message_hint}" if error.diag.message_hint else said
+
+
+def _unsendable(error: UnicodeEncodeError) -> InvalidArgument:
+    return InvalidArgument(f"this cannot be sent to the database: {error}")
+
+
+def _unnamed(error: UnicodeError, dsn: str) -> ConfigurationError:
+    return ConfigurationError(f"{mask(dsn)!r} names a host that cannot be one: {error}")
 
 
 def _unreachable(error: Exception, dsn: str) -> DatabaseUnavailable:
@@ -187,7 +198,7 @@ def _conninfo(dsn: str, settings: Settings) -> str:
     """The caller's connection string, with what it leaves open filled in."""
     try:
         given = conninfo_to_dict(dsn)
-    except psycopg.Error as error:
+    except (psycopg.Error, UnicodeError) as error:
         raise ConfigurationError(f"{mask(dsn)!r} is not a connection string: {mask(str(error))}") from None
     ours: dict[str, Any] = {
         "application_name": "shiftwork client",
@@ -227,6 +238,8 @@ def connect(settings: Settings, dsn: str | None = None) -> Connection[Any]:
         connection = Connection.connect(_conninfo(dsn, settings), autocommit=True, prepare_threshold=None)
     except psycopg.Error as error:
         raise _unreachable(error, dsn) from error
+    except UnicodeError as error:
+        raise _unnamed(error, dsn) from None
     connection.isolation_level = IsolationLevel.READ_COMMITTED
     return connection
 
@@ -240,6 +253,8 @@ async def aconnect(settings: Settings, dsn: str | None = None) -> AsyncConnectio
         )
     except psycopg.Error as error:
         raise _unreachable(error, dsn) from error
+    except UnicodeError as error:
+        raise _unnamed(error, dsn) from None
     await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
     return connection
 
@@ -391,6 +406,8 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
             with connection.cursor(row_factory=dict_row) as cursor:
                 cursor.execute(statement.text.encode(), statement.params, prepare=False)
                 return cursor.fetchall() if cursor.description else []
+        except UnicodeEncodeError as error:
+            raise _unsendable(error) from error
         except psycopg.Error as error:
             if lent and error.sqlstate in _AGAIN:
                 raise
@@ -409,6 +426,8 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
             async with connection.cursor(row_factory=dict_row) as cursor:
                 await cursor.execute(statement.text.encode(), statement.params, prepare=False)
                 return await cursor.fetchall() if cursor.description else []
+        except UnicodeEncodeError as error:
+            raise _unsendable(error) from error
         except psycopg.Error as error:
             if lent and error.sqlstate in _AGAIN:
                 raise
