@@ -854,6 +854,20 @@ def test_waiting_for_a_free_connection_ends_with_a_clear_error(dsn: str) -> None
         assert len(app.enqueue_many(jobs())) == 1
 
 
+def test_the_connections_of_a_closed_event_loop_are_closed_when_the_next_one_comes(
+    dsn: str, connection: Connection
+) -> None:
+    with App(dsn, max_connections=2) as app:
+        task = declare(app).greet
+
+        async def crowd() -> None:
+            await asyncio.gather(*(task.aenqueue("Ada") for _ in range(5)))  # more than there are connections
+
+        for _ in range(3):
+            asyncio.run(crowd())
+            until(lambda: backends(connection, "application_name = 'shiftwork client'") <= 2)
+
+
 def test_an_app_serves_one_event_loop_after_another(dsn: str) -> None:
     app = App(dsn)
     task = declare(app).greet

@@ -27,7 +27,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import AsyncConnection, Connection, IsolationLevel
@@ -319,11 +318,11 @@ class Pool:
 
 
 class APool:
-    """Connections for awaiting callers, a shelf for each event loop."""
+    """Connections for awaiting callers, a shelf for each event loop, cleared once its loop is closed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._shelves: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shelf] = WeakKeyDictionary()
+        self._shelves: dict[asyncio.AbstractEventLoop, _Shelf] = {}
         self._process = os.getpid()
         self._closed = False
 
@@ -347,9 +346,12 @@ class APool:
 
     def _shelf(self) -> _Shelf:
         if self._process != os.getpid():
-            self._shelves, self._process = WeakKeyDictionary(), os.getpid()
+            self._shelves, self._process = {}, os.getpid()
         loop = asyncio.get_running_loop()
         if loop not in self._shelves:
+            for other in list(self._shelves):
+                if other.is_closed() and (left := self._shelves.pop(other, None)):
+                    left.clear()
             self._shelves[loop] = _Shelf(asyncio.Semaphore(self._settings.max_connections), deque())
         return self._shelves[loop]
 
@@ -375,15 +377,18 @@ class APool:
         self._closed = True
         if self._process == os.getpid():
             for shelf in list(self._shelves.values()):
-                while shelf.idle:
-                    connection, _ = shelf.idle.pop()
-                    connection.pgconn.finish()  # nothing to wait for, so no event loop is needed
+                shelf.clear()
 
 
 @dataclass
 class _Shelf:
     free: asyncio.Semaphore
     idle: deque[tuple[AsyncConnection[Any], float]]
+
+    def clear(self) -> None:
+        while self.idle:
+            connection, _ = self.idle.pop()
+            connection.pgconn.finish()  # nothing to wait for, so no event loop is needed
 
 
 def _all_busy(settings: Settings) -> DatabaseUnavailable:
