@@ -22,6 +22,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import namedtuple_row
 
 import shiftwork
+import shiftwork.embedded
 from shiftwork import App, Handle, Retry, Settings, State, database, operations
 from shiftwork.errors import (
     ConfigurationError,
@@ -36,6 +37,7 @@ from shiftwork.errors import (
     NotInstalled,
     PayloadTooLarge,
     ResultTimeout,
+    SchemaTooNew,
     SchemaTooOld,
     UnknownJob,
     UnknownTask,
@@ -964,6 +966,76 @@ def test_without_a_database_the_embedded_one_is_used_and_made_ready(
         assert declare(app).greet.enqueue("Ada").outcome == "created"
     assert "embedded PostgreSQL, data in /some/where" in caplog.text
     assert closed == [True]
+
+
+@pytest.fixture
+def embedded_app(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
+    """An app without a dsn, whose embedded server is really the one of these tests; counts its holds."""
+    monkeypatch.delenv("DATABASE_URL", raising=False)
+    monkeypatch.delenv("SHIFTWORK_DSN", raising=False)
+    held: list[int] = []
+
+    def start() -> SimpleNamespace:
+        held.append(len(held))
+        return SimpleNamespace(url=empty_dsn, data="/some/where", close=held.pop)
+
+    monkeypatch.setattr("shiftwork.embedded.start", start)
+    with App() as app:
+        yield app
+    assert held == []
+
+
+def test_an_embedded_database_that_cannot_be_made_ready_is_refused_every_time(
+    embedded_app: App, empty_dsn: str
+) -> None:
+    task = declare(embedded_app).greet
+    with psycopg.connect(empty_dsn, autocommit=True) as own:
+        embedded_app.migrate()
+        embedded_app.close()
+        own.execute(
+            """update shiftwork.settings set value = value || '{"version": 99}' where name = 'protocol'"""
+        )
+        for _ in range(2):
+            with pytest.raises(SchemaTooNew):
+                task.enqueue("Ada")
+        own.execute("drop schema shiftwork cascade")
+    assert task.enqueue("Ada").outcome == "created"
+
+
+def test_a_lock_that_migrating_waits_for_in_vain_is_told_as_an_error_of_ours(
+    embedded_app: App, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shiftwork.migrate.PATIENCE", "1ms")
+    task = declare(embedded_app).greet
+    with psycopg.connect(empty_dsn) as own:
+        own.execute("select pg_advisory_lock(hashtextextended('shiftwork migrate', 0))")
+        for migrating in (embedded_app.migrate, lambda: task.enqueue("Ada"), App(empty_dsn).migrate):
+            with pytest.raises(DatabaseError, match="lock timeout") as refused:
+                migrating()
+            assert refused.value.sqlstate == "55P03"
+    assert task.enqueue("Ada").outcome == "created"
+
+
+async def test_the_event_loop_goes_on_while_the_embedded_server_starts(
+    embedded_app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, starting, go_on = shiftwork.embedded.start, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow() -> Any:
+        loop.call_soon_threadsafe(starting.set)
+        assert go_on.wait(SOON), "the event loop stands still"
+        return start()
+
+    monkeypatch.setattr("shiftwork.embedded.start", slow)
+    first, second = (
+        asyncio.create_task(declare(embedded_app).greet.aenqueue("Ada")),
+        asyncio.create_task(embedded_app.acounts()),
+    )
+    await starting.wait()
+    go_on.set()
+    assert (await first).outcome == "created"
+    assert set(await second) == set(State)
 
 
 def test_the_log_says_which_database_without_its_password(dsn: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -22,7 +23,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from shiftwork import embedded
+from shiftwork import App, State, embedded
 from shiftwork.embedded import InUseError
 from shiftwork.errors import EmbeddedError
 
@@ -302,6 +303,39 @@ def test_a_server_that_was_killed_whole_is_recovered(data: Path) -> None:
         with embedded.start(data) as again:
             assert again.url == server.url
             assert ask(again.url, "select what from kept") == "this"
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped", "reset"])
+def test_an_app_gets_its_server_back(room: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    monkeypatch.setenv("SHIFTWORK_HOME", str(room))
+    monkeypatch.delenv("DATABASE_URL", raising=False)
+    monkeypatch.delenv("SHIFTWORK_DSN", raising=False)
+
+    def end() -> None:
+        server = embedded.status().server
+        assert server
+        match ending:
+            case "killed":
+                os.kill(server, signal.SIGKILL)
+            case "stopped":
+                embedded.stop(now=True)
+            case "reset":
+                embedded.reset(now=True)
+        until(lambda: is_gone(server) and not embedded.status().running)
+
+    with App() as app:
+
+        @app.task
+        def greet(name: str) -> None: ...
+
+        greet.enqueue("Ada")
+        end()
+        assert greet.enqueue("Bob").outcome == "created"
+        asyncio.run(app.acounts())
+        end()
+        counts = asyncio.run(app.acounts())
+        assert counts[State.READY] == (0 if ending == "reset" else 2)
+    until(lambda: not embedded.status().running)
 
 
 def test_a_killed_postmaster_with_a_busy_backend_is_recovered(data: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import logging
@@ -9,16 +10,21 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, overload
+
+import psycopg
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
-from shiftwork.database import commits_each, connect
+from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, UnknownTask
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
 from shiftwork.task import AsyncTask, PlainTask, Surroundings, Task
+
+if TYPE_CHECKING:
+    from shiftwork.embedded import Server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,7 +74,7 @@ class App(Surroundings):
         self.settings = settings or Settings.read(**given)
         self._tasks: dict[str, Task[Any, Any]] = {}
         self._client: Client | None = None
-        self._server: Any = None
+        self._server: Server | None = None
         self._opening = threading.Lock()
 
     def __repr__(self) -> str:
@@ -169,7 +175,7 @@ class App(Surroundings):
         self, jobs: Iterable[NewJob[R]], *, connection: object = None, atomic: bool = True
     ) -> list[Handle[R]]:
         """Enqueue any number of jobs, sent in chunks as they are read; see `enqueue_many`."""
-        client, names = self.client, list[str]()
+        client, names = await self.aclient(), list[str]()
         apart = not atomic and commits_each(connection)
         plan = operations.enqueue(client.store, _noting(jobs, names), apart=apart)
         sent = await client.aperform(plan, connection, atomic=atomic)
@@ -213,9 +219,10 @@ class App(Surroundings):
         offset: int = 0,
     ) -> list[Job]:
         """Jobs that match, newest first; `before` an id, to go on where an earlier page ended."""
-        return await self.client.aperform(
+        client = await self.aclient()
+        return await client.aperform(
             operations.list_jobs(
-                self.client.store,
+                client.store,
                 task=task,
                 queue=queue,
                 states=_states(state),
@@ -231,7 +238,8 @@ class App(Surroundings):
 
     async def acounts(self, *, task: str | None = None, queue: str | None = None) -> dict[State, int]:
         """How many jobs there are in each state."""
-        return await self.client.aperform(operations.count_jobs(self.client.store, task=task, queue=queue))
+        client = await self.aclient()
+        return await client.aperform(operations.count_jobs(client.store, task=task, queue=queue))
 
     def cancel(self, ids: Sequence[int], reason: str | None = None, *, connection: object = None) -> Answers:
         """Cancel jobs; each is cancelled, signalled (it runs), finished, unknown or busy."""
@@ -241,7 +249,8 @@ class App(Surroundings):
         self, ids: Sequence[int], reason: str | None = None, *, connection: object = None
     ) -> Answers:
         """Cancel jobs; each is cancelled, signalled (it runs), finished, unknown or busy."""
-        return await self.client.aperform(operations.cancel(self.client.store, ids, reason), connection)
+        client = await self.aclient()
+        return await client.aperform(operations.cancel(client.store, ids, reason), connection)
 
     def revive(self, ids: Sequence[int], *, connection: object = None) -> Answers:
         """Give finished jobs another life; each is revived, live, unknown or busy."""
@@ -249,7 +258,8 @@ class App(Surroundings):
 
     async def arevive(self, ids: Sequence[int], *, connection: object = None) -> Answers:
         """Give finished jobs another life; each is revived, live, unknown or busy."""
-        return await self.client.aperform(operations.revive(self.client.store, ids), connection)
+        client = await self.aclient()
+        return await client.aperform(operations.revive(client.store, ids), connection)
 
     def run_now(self, ids: Sequence[int], *, strict: bool = False, connection: object = None) -> Answers:
         """Make jobs due at once; each is moved, ready, refused, finished, unknown or busy.
@@ -262,9 +272,8 @@ class App(Surroundings):
         self, ids: Sequence[int], *, strict: bool = False, connection: object = None
     ) -> Answers:
         """Make jobs due at once; see `run_now`."""
-        return await self.client.aperform(
-            operations.run_now(self.client.store, ids, strict=strict), connection
-        )
+        client = await self.aclient()
+        return await client.aperform(operations.run_now(client.store, ids, strict=strict), connection)
 
     def find(self, name: str) -> Task[Any, Any]:
         """The task of that name."""
@@ -276,11 +285,7 @@ class App(Surroundings):
 
     def migrate(self) -> None:
         """Install the schema, or bring it up to date."""
-        from shiftwork.migrate import migrate  # noqa: PLC0415  -- only whoever migrates needs the files
-
-        _ = self.client  # with no dsn, this starts the embedded server
-        with connect(self.settings) as connection:
-            migrate(connection, self.settings.schema)
+        _install(self.client.settings)  # with no dsn, this starts the embedded server
 
     @property
     def client(self) -> Client:
@@ -291,19 +296,27 @@ class App(Surroundings):
                     self._client = self._open()
         return self._client
 
+    async def aclient(self) -> Client:
+        """The same for an awaiting caller; an embedded server is started in a thread, since it takes a while."""
+        if self._client is None and self.settings.dsn is None:
+            return await asyncio.to_thread(lambda: self.client)
+        return self.client
+
     def _open(self) -> Client:
         if self.settings.dsn is not None:
             log.info("using the database at %s, schema %s", mask(self.settings.dsn), self.settings.schema)
             return Client(self.settings)
-        from shiftwork.embedded import start  # noqa: PLC0415  -- and with it what starts servers
-        from shiftwork.migrate import migrate  # noqa: PLC0415
-
-        self._server = start()
-        self.settings = dataclasses.replace(self.settings, dsn=self._server.url)
+        self._server, self.settings = _serve(self.settings)
         log.info("using the embedded PostgreSQL, data in %s", self._server.data)
-        with connect(self.settings) as connection:  # nobody else looks after this database
-            migrate(connection, self.settings.schema)
-        return Client(self.settings)
+        return Client(self.settings, self._serve_again)
+
+    def _serve_again(self) -> None:
+        """Have the embedded server back, if it is not there any more."""
+        with self._opening:
+            gone = self._server
+            if gone is not None:
+                self._server, _ = _serve(self.settings)
+                gone.close()
 
     def close(self) -> None:
         """Close the connections, of both worlds, and let go of the embedded server; it can be used again."""
@@ -330,6 +343,31 @@ class App(Surroundings):
     def _handle(self, name: str, id: int, outcome: Answer) -> Handle[Any]:  # noqa: A002
         task = self._tasks.get(name)
         return Handle(self.client, id, task.signature.read_result if task else _as_stored, outcome)
+
+
+def _serve(settings: Settings) -> tuple[Server, Settings]:
+    """The embedded server, ready for use, and the settings that lead to it."""
+    from shiftwork.embedded import start  # noqa: PLC0415  -- and with it what starts servers
+
+    server = start()
+    try:
+        settings = dataclasses.replace(settings, dsn=server.url)
+        _install(settings)  # nobody else looks after this database
+    except BaseException:
+        server.close()
+        raise
+    return server, settings
+
+
+def _install(settings: Settings) -> None:
+    from shiftwork.migrate import migrate  # noqa: PLC0415  -- only whoever migrates needs the files
+
+    with connect(settings) as connection:
+        try:
+            migrate(connection, settings.schema)
+        except psycopg.Error as error:
+            alive = not connection.closed
+            raise translate(error, settings.schema, commits=True, alive=alive) from error
 
 
 def _as_stored(result: object) -> object:

@@ -43,11 +43,11 @@ R = TypeVar("R")
 class Client:
     """Carries out plans on connections of its own or on one that is lent."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, revive: Callable[[], None] | None = None) -> None:
         self.settings = settings
         self.store = Protocol(settings.schema)
-        self._pool = Pool(settings)
-        self._apool = APool(settings)
+        self._pool = Pool(settings, revive)
+        self._apool = APool(settings, revive)
         self._ears: dict[int, Ear] = {}
         self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
 

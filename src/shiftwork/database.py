@@ -261,8 +261,10 @@ async def aconnect(settings: Settings, dsn: str | None = None) -> AsyncConnectio
 class Pool:
     """Connections for blocking callers: made when needed, kept for the next, replaced when dead."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, revive: Callable[[], None] | None = None) -> None:
+        """`revive` is called before a second try if the database cannot be reached."""
         self._settings = settings
+        self._revive = revive
         self._closed = False
         self._renew()
 
@@ -280,13 +282,22 @@ class Pool:
         if not free.acquire(timeout=self._settings.connect_timeout.total_seconds()):
             raise _all_busy(self._settings)
         try:
-            connection = self._take() or connect(self._settings)
+            connection = self._take() or self._connect()
             try:
                 yield connection
             finally:
                 self._put(connection)
         finally:
             free.release()
+
+    def _connect(self) -> Connection[Any]:
+        try:
+            return connect(self._settings)
+        except DatabaseUnavailable:
+            if self._revive is None:
+                raise
+        self._revive()
+        return connect(self._settings)
 
     def _take(self) -> Connection[Any] | None:
         while True:
@@ -320,8 +331,10 @@ class Pool:
 class APool:
     """Connections for awaiting callers, a shelf for each event loop, cleared once its loop is closed."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, revive: Callable[[], None] | None = None) -> None:
+        """`revive` is called before a second try if the database cannot be reached."""
         self._settings = settings
+        self._revive = revive
         self._shelves: dict[asyncio.AbstractEventLoop, _Shelf] = {}
         self._process = os.getpid()
         self._closed = False
@@ -336,7 +349,7 @@ class APool:
         except TimeoutError:
             raise _all_busy(self._settings) from None
         try:
-            connection = await self._take(shelf) or await aconnect(self._settings)
+            connection = await self._take(shelf) or await self._connect()
             try:
                 yield connection
             finally:
@@ -354,6 +367,15 @@ class APool:
                     left.clear()
             self._shelves[loop] = _Shelf(asyncio.Semaphore(self._settings.max_connections), deque())
         return self._shelves[loop]
+
+    async def _connect(self) -> AsyncConnection[Any]:
+        try:
+            return await aconnect(self._settings)
+        except DatabaseUnavailable:
+            if self._revive is None:
+                raise
+        await asyncio.to_thread(self._revive)
+        return await aconnect(self._settings)
 
     async def _take(self, shelf: _Shelf) -> AsyncConnection[Any] | None:
         while shelf.idle:

@@ -37,7 +37,8 @@ When a part fails
 - The keeper dies: on Linux the kernel sends postgres SIGINT, and it shuts down in order; elsewhere it runs on
   until the next starter stops it. Connections break; the next `start` brings the server back.
 - Postgres dies: the keeper ends as well. The next `start` clears away what the dead one left (backends still
-  at work, postmaster.pid) and postgres recovers. The URL stays the same, so pools reconnect.
+  at work, postmaster.pid) and postgres recovers. The URL stays the same, so pools reconnect; an App that
+  cannot calls `start` by itself.
 - A starter dies: initdb works in `cluster.new`, renamed when whole; half a cluster is never taken for one.
 - The machine dies: fsync is on, unless a test turned it off, and who asks for it never joins a server
   without.

@@ -28,6 +28,10 @@ class Surroundings:
         """The way to the database, opened when first needed."""
         raise NotImplementedError
 
+    async def aclient(self) -> Client:
+        """The same for an awaiting caller."""
+        raise NotImplementedError
+
 
 class Sending(Generic[P, R]):
     """A task, and how its jobs are to be sent."""
@@ -58,7 +62,7 @@ class Sending(Generic[P, R]):
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Enqueue a job with these arguments."""
-        job, client = self.job(*args, **kwargs), self._app.client
+        job, client = self.job(*args, **kwargs), await self._app.aclient()
         [sent] = await client.aperform(operations.enqueue(client.store, [job]), self._connection)
         return Handle(client, sent.id, self.signature.read_result, sent.outcome)
 
