@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -944,6 +945,35 @@ def test_a_role_that_may_not_is_told_so(app: App, dsn: str, connection: Connecti
                 declare(app).greet.using(connection=own).enqueue("Ada")
     finally:
         connection.execute(sql.SQL("drop role {}").format(role))
+
+
+@pytest.mark.parametrize(
+    "dsn", ["postgresql://ada:p@s3cret@127.0.0.1:1/db", "postgresql://ada:p/s3cret@h/db"]
+)
+def test_a_password_that_was_not_encoded_is_not_told_as_a_host(dsn: str) -> None:
+    with App(dsn) as app:
+        for asking in (app.counts, lambda: asyncio.run(app.acounts())):
+            with pytest.raises(DatabaseUnavailable, match="cannot connect") as away:
+                asking()
+            assert "s3cret" not in "".join(traceback.format_exception(away.value))
+
+
+async def test_what_was_refused_is_not_quoted_in_the_traceback(aapp: App, connection: Connection) -> None:
+    task = declare(aapp).greet
+    connection.execute("alter table shiftwork.jobs add check (queue <> 'mail')")
+    name = "".join(["s3", "cret"])
+    for sending in (lambda: task.aenqueue(name), lambda: asyncio.to_thread(task.enqueue, name)):
+        with pytest.raises(DatabaseError) as refused:
+            await sending()
+        assert "s3cret" not in "".join(traceback.format_exception(refused.value))
+
+
+def test_a_lent_connection_may_be_in_a_pipeline(app: App, dsn: str) -> None:
+    task = declare(app).greet
+    with psycopg.connect(dsn) as own, own.pipeline():
+        own.execute("select 1")
+        handle = task.using(connection=own).enqueue("Ada")
+    assert handle.status() is State.READY
 
 
 def test_other_refusals_are_told_in_the_words_of_the_database(app: App, connection: Connection) -> None:

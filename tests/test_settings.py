@@ -8,7 +8,7 @@ from hypothesis import settings as trying
 from hypothesis import strategies as st
 
 from shiftwork.errors import ConfigurationError
-from shiftwork.settings import Settings, check_schema, format_duration, mask, parse_duration
+from shiftwork.settings import HIDDEN, Settings, check_schema, format_duration, mask, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,26 @@ def test_a_setting_that_cannot_work_is_refused(wrong: dict[str, str]) -> None:
         "host=x password=s3cret user=ada",
         "host=x password='s3cret with space' user=ada",
         "postgresql://host/db?password=s3cret&user=ada",
+        "postgresql://ada@host/db?pass%77ord=s3cret",
+        r"host=x password=a\ s3cret user=ada",
+        "host=x password=a&s3cret user=ada",
+        "postgresql://ada:p?s3cret@host/db",
     ],
 )
 def test_a_password_is_never_shown(dsn: str) -> None:
     assert "s3c" not in mask(dsn)
     assert "s3c" not in repr(Settings(dsn=dsn, listen_dsn=dsn))
     assert "ada" in mask(dsn)
+
+
+@pytest.mark.parametrize(
+    "dsn",
+    [
+        "postgresql://ada:p@s3cret@host/db",
+        "postgresql://ada:p/s3cret@host/db",
+        "host=x password=a s3cret",
+        "postgresql://ada:s3cret\udcff@host/db",
+    ],
+)
+def test_nothing_is_shown_of_a_connection_string_whose_password_may_be_anywhere(dsn: str) -> None:
+    assert mask(dsn) == HIDDEN

@@ -367,7 +367,7 @@ def _install(settings: Settings) -> None:
             migrate(connection, settings.schema)
         except psycopg.Error as error:
             alive = not connection.closed
-            raise translate(error, settings.schema, commits=True, alive=alive) from error
+            raise translate(error, settings.schema, commits=True, alive=alive) from None
 
 
 def _as_stored(result: object) -> object:

@@ -47,7 +47,7 @@ from shiftwork.errors import (
     SchemaTooOld,
     ShiftworkError,
 )
-from shiftwork.settings import Settings, mask
+from shiftwork.settings import HIDDEN, Settings, mask
 
 T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
@@ -116,7 +116,7 @@ def _cannot_wait(_: Wait) -> NoReturn:
     raise ConfigurationError("a result cannot be waited for on a lent connection: it could not see the end")
 
 
-# Errors, all translated here.
+# Errors, all translated here. The driver's own is not chained: it quotes rows and documents, and so payloads.
 
 # Lost connections, shutdown, no resources, read-only after a switchover, failing disks.
 _AWAY = ("08", "57P", "53", "25006", "58")
@@ -171,13 +171,15 @@ def _unsendable(error: UnicodeEncodeError) -> InvalidArgument:
 
 
 def _unnamed(error: UnicodeError, dsn: str) -> ConfigurationError:
-    return ConfigurationError(f"{mask(dsn)!r} names a host that cannot be one: {error}")
+    return ConfigurationError(f"the connection string names a host that cannot be one ({mask(dsn)}): {error}")
 
 
 def _unreachable(error: Exception, dsn: str) -> DatabaseUnavailable:
     sqlstate = getattr(error, "sqlstate", None)
+    where = mask(dsn)
+    why = "" if where == HIDDEN else f": {str(error).strip()}"
     return DatabaseUnavailable(
-        f"cannot connect to {mask(dsn)}: {str(error).strip()} (nothing was sent, so nothing was committed)",
+        f"cannot connect to {where}{why} (nothing was sent, so nothing was committed)",
         maybe_committed=False,
         sqlstate=sqlstate,
     )
@@ -197,8 +199,11 @@ def _conninfo(dsn: str, settings: Settings) -> str:
     """The caller's connection string, with what it leaves open filled in."""
     try:
         given = conninfo_to_dict(dsn)
-    except (psycopg.Error, UnicodeError) as error:
-        raise ConfigurationError(f"{mask(dsn)!r} is not a connection string: {mask(str(error))}") from None
+    except (psycopg.Error, UnicodeError):  # which may quote a part of the password
+        raise ConfigurationError(
+            "what is given as dsn is not a connection string; write postgresql://user:password@host:port/database,"
+            " with what is special in the password %-encoded, or host=… user=… dbname=…"
+        ) from None
     ours: dict[str, Any] = {
         "application_name": "shiftwork client",
         "connect_timeout": max(2, round(settings.connect_timeout.total_seconds())),
@@ -236,7 +241,7 @@ def connect(settings: Settings, dsn: str | None = None) -> Connection[Any]:
     try:
         connection = Connection.connect(_conninfo(dsn, settings), autocommit=True, prepare_threshold=None)
     except psycopg.Error as error:
-        raise _unreachable(error, dsn) from error
+        raise _unreachable(error, dsn) from None
     except UnicodeError as error:
         raise _unnamed(error, dsn) from None
     connection.isolation_level = IsolationLevel.READ_COMMITTED
@@ -251,7 +256,7 @@ async def aconnect(settings: Settings, dsn: str | None = None) -> AsyncConnectio
             _conninfo(dsn, settings), autocommit=True, prepare_threshold=None
         )
     except psycopg.Error as error:
-        raise _unreachable(error, dsn) from error
+        raise _unreachable(error, dsn) from None
     except UnicodeError as error:
         raise _unnamed(error, dsn) from None
     await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
@@ -432,14 +437,14 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
         try:
             with connection.cursor(row_factory=dict_row) as cursor:
                 cursor.execute(statement.text.encode(), statement.params, prepare=False)
-                return cursor.fetchall() if cursor.description else []
+                return cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
-            raise _unsendable(error) from error
+            raise _unsendable(error) from None
         except psycopg.Error as error:
             if lent and error.sqlstate in _AGAIN:
                 raise
             alive = not connection.closed
-            raise translate(error, schema, commits=commits, alive=alive) from error
+            raise translate(error, schema, commits=commits, alive=alive) from None
 
     return execute
 
@@ -452,14 +457,14 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
         try:
             async with connection.cursor(row_factory=dict_row) as cursor:
                 await cursor.execute(statement.text.encode(), statement.params, prepare=False)
-                return await cursor.fetchall() if cursor.description else []
+                return await cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
-            raise _unsendable(error) from error
+            raise _unsendable(error) from None
         except psycopg.Error as error:
             if lent and error.sqlstate in _AGAIN:
                 raise
             alive = not connection.closed
-            raise translate(error, schema, commits=commits, alive=alive) from error
+            raise translate(error, schema, commits=commits, alive=alive) from None
 
     return execute
 
@@ -514,7 +519,7 @@ def committing(connection: Connection[Any], schema: str, *, lent: bool = False) 
     except psycopg.Error as error:
         if lent and error.sqlstate in _AGAIN:
             raise
-        raise translate(error, schema, commits=done, alive=not connection.closed) from error
+        raise translate(error, schema, commits=done, alive=not connection.closed) from None
 
 
 @asynccontextmanager
@@ -530,4 +535,4 @@ async def acommitting(
     except psycopg.Error as error:
         if lent and error.sqlstate in _AGAIN:
             raise
-        raise translate(error, schema, commits=done, alive=not connection.closed) from error
+        raise translate(error, schema, commits=done, alive=not connection.closed) from None

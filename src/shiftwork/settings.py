@@ -15,6 +15,8 @@ from shiftwork.errors import ConfigurationError
 UNLIMITED = 2_147_483_647
 """What the database reads as "no limit": attempts without end, history kept for ever."""
 
+HIDDEN = "(a connection string that is not shown; is its password %-encoded?)"
+
 _UNITS = {
     "d": timedelta(days=1),
     "h": timedelta(hours=1),
@@ -82,9 +84,21 @@ def check_schema(name: str) -> str:
 
 
 def mask(dsn: str) -> str:
-    """The connection string as it may be shown: without its password."""
-    dsn = re.sub(r"(?i)(://[^/@:]*:)[^/]*(@)", r"\1***\2", dsn)
-    return re.sub(r"""(?i)(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)""", r"\1***", dsn)
+    """Where a connection string leads, as it may be shown: user, host, port and database, and nothing else.
+
+    None of it if it cannot be read, or if what should be a host looks like the end of a password.
+    """
+    from psycopg import Error  # noqa: PLC0415  -- settings are read without it
+    from psycopg.conninfo import conninfo_to_dict, make_conninfo  # noqa: PLC0415
+
+    try:
+        given = conninfo_to_dict(dsn)
+    except (Error, UnicodeError):
+        return HIDDEN
+    if any("@" in str(given.get(part, "")) for part in ("host", "hostaddr", "port", "dbname")):
+        return HIDDEN
+    shown = ("service", "user", "host", "hostaddr", "port", "dbname")
+    return make_conninfo("", **{part: given[part] for part in shown if part in given})
 
 
 @dataclass(frozen=True, kw_only=True)

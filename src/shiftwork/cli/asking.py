@@ -65,7 +65,7 @@ def told(schema: str = "shiftwork") -> Iterator[None]:
 
         if not isinstance(error, psycopg.Error):
             raise
-        raise _said(translate(error, schema, commits=False, alive=error.sqlstate is not None)) from error
+        raise _said(translate(error, schema, commits=False, alive=error.sqlstate is not None)) from None
 
 
 def _said(error: ShiftworkError) -> click.ClickException:
