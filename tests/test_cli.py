@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -333,10 +334,27 @@ def test_what_cannot_be_enqueued_is_wrong_usage_and_enqueues_nothing(dsn: str, a
 
 
 @pytest.mark.parametrize("value", ["\\u0000", "\\ud800"])
-def test_what_the_database_cannot_store_is_told(dsn: str, value: str) -> None:
-    said = told("jobs", "enqueue", "send", f'{{"a": "{value}"}}', dsn=dsn)
-    assert said.exit_code == 1
-    assert "refused" in said.stderr
+def test_what_the_database_cannot_store_is_wrong_usage_and_its_place_is_named(dsn: str, value: str) -> None:
+    said = told("jobs", "enqueue", "send", f'{{"a": ["{value}"]}}', dsn=dsn)
+    assert said.exit_code == 2
+    assert "a[0]" in said.stderr
+    said = told("jobs", "enqueue", "send", f'{{"{value}": 1}}', dsn=dsn)
+    assert said.exit_code == 2
+    assert "in a key" in said.stderr
+
+
+def test_a_missing_standard_input_and_a_full_disk_are_told(dsn: str) -> None:
+    command = " ".join(map(shlex.quote, SHIFTWORK))
+    for rest, code in (
+        ("jobs enqueue send - --dsn {} <&-", 2),
+        ("jobs list --json --dsn {} >/dev/full", 1),
+        ("db status --data /nowhere --json >/dev/full", 1),
+    ):
+        line = f"{command} {rest.format(shlex.quote(dsn))}"
+        said = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)
+        assert said.returncode == code, said.stderr
+        assert said.stderr.count("Error") == 1
+        assert "Traceback" not in said.stderr
 
 
 def test_jobs_are_listed_newest_first_and_filtered(dsn: str, protocol: Protocol) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, LiteralString
 from uuid import UUID
 
+import msgspec
 import psycopg
 import pytest
 from psycopg import sql
@@ -173,6 +174,13 @@ def test_a_time_that_has_passed_counts_as_now(app: App) -> None:
 def test_a_time_without_a_zone_is_refused(app: App) -> None:
     with pytest.raises(InvalidArgument, match="run_at has no time zone"):
         declare(app).greet.using(run_at=datetime(2030, 1, 1))  # noqa: DTZ001
+
+
+def test_history_is_kept_by_whole_days(app: App) -> None:
+    task = declare(app).greet
+    with pytest.raises(InvalidArgument, match="whole days"):
+        task.using(keep=timedelta(hours=5))
+    assert task.using(keep=timedelta(days=2)).job("Ada").keep == 2
 
 
 def test_wrong_arguments_never_reach_the_database(app: App, protocol: Protocol) -> None:
@@ -398,6 +406,18 @@ def test_many_jobs_on_a_lent_connection_in_autocommit_go_in_together_or_not_at_a
     ):
         app.enqueue_many(cut(own), connection=own, atomic=False)
     assert app.counts()[State.READY] == 2_000
+
+
+def test_what_is_no_job_or_cannot_be_written_is_refused_before_it_is_sent(app: App) -> None:
+    handle: Any = declare(app).greet.enqueue("Ada")
+    with pytest.raises(InvalidArgument, match=r"task\.job"):
+        app.enqueue_many([handle])
+    for broken in (
+        shiftwork.NewJob[Any](task="a\ud800", payload=msgspec.Raw(b"{}")),
+        shiftwork.NewJob[Any](task="a", payload=object()),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidArgument, match="cannot be sent"):
+            app.enqueue_many([broken])
 
 
 async def test_many_jobs_from_an_event_loop(aapp: App) -> None:
@@ -952,7 +972,7 @@ def test_a_role_that_may_not_is_told_so(app: App, dsn: str, connection: Connecti
 )
 def test_a_password_that_was_not_encoded_is_not_told_as_a_host(dsn: str) -> None:
     with App(dsn) as app:
-        for asking in (app.counts, lambda: asyncio.run(app.acounts())):
+        for asking in (lambda: app.counts(), lambda: asyncio.run(app.acounts())):  # noqa: PLW0108
             with pytest.raises(DatabaseUnavailable, match="cannot connect") as away:
                 asking()
             assert "s3cret" not in "".join(traceback.format_exception(away.value))
@@ -962,10 +982,12 @@ async def test_what_was_refused_is_not_quoted_in_the_traceback(aapp: App, connec
     task = declare(aapp).greet
     connection.execute("alter table shiftwork.jobs add check (queue <> 'mail')")
     name = "".join(["s3", "cret"])
-    for sending in (lambda: task.aenqueue(name), lambda: asyncio.to_thread(task.enqueue, name)):
-        with pytest.raises(DatabaseError) as refused:
-            await sending()
-        assert "s3cret" not in "".join(traceback.format_exception(refused.value))
+    with pytest.raises(DatabaseError) as awaited:
+        await task.aenqueue(name)
+    with pytest.raises(DatabaseError) as blocking:
+        task.enqueue(name)
+    for error in (awaited.value, blocking.value):
+        assert "s3cret" not in "".join(traceback.format_exception(error))
 
 
 def test_a_lent_connection_may_be_in_a_pipeline(app: App, dsn: str) -> None:

@@ -234,6 +234,16 @@ def test_a_refusal_does_not_repeat_the_value() -> None:
     assert "hunter2" not in str(stored.value)
 
 
+@pytest.mark.parametrize("name", ["a\0", "a\ud800"])
+def test_an_argument_whose_name_cannot_be_stored_is_refused(name: str) -> None:
+    def anything(**rest: Any) -> None: ...
+
+    refused = refusal(anything, **{name: 1})
+    assert refused.argument == name
+    assert "cannot store" in str(refused)
+    str(refused).encode()
+
+
 def test_missing_and_unknown_arguments_are_named() -> None:
     assert "'to'" in str(refusal(mail))
     assert "'subject'" in str(refusal(mail, "ada", subject="x"))

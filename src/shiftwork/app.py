@@ -376,8 +376,8 @@ def _as_stored(result: object) -> object:
 
 def _noting(jobs: Iterable[NewJob[R]], names: list[str]) -> Iterator[NewJob[R]]:
     for job in jobs:
-        names.append(job.task)
         yield job
+        names.append(job.task)
 
 
 def _states(state: State | Collection[State] | None) -> Collection[State] | None:

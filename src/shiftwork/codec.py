@@ -68,8 +68,9 @@ class Signature:
         except (TypeError, ValueError, RecursionError):
             payload = {name: self._to_json(name, value) for name, value in given.items()}
         for name, value in payload.items():
-            fault = _fault(name, value)
-            if fault:
+            if found := _UNSTORABLE.search(name):
+                raise self._refuse(name, f"is named with {_named(found[0])}, which PostgreSQL cannot store")
+            if fault := _fault(name, value):
                 raise self._refuse(name, *fault)
         self._convert(payload)
         encoded = _json.encode(payload)
@@ -281,6 +282,12 @@ def _tame(value: Any, depth: int) -> Any:  # noqa: ANN401, PLR0911
         case list() | tuple():
             return [_tame(item, depth + 1) for item in value]
     return value
+
+
+def check_storable(payload: Mapping[str, object]) -> None:
+    """Refuse a payload that PostgreSQL cannot hold, whoever made it."""
+    if fault := _fault("", payload, 0):
+        raise InvalidArgument(f"the payload {fault[0]} (at {fault[1].removeprefix('.') or 'its top'})")
 
 
 def _fault(path: str, value: object, depth: int = 1) -> tuple[str, str] | None:  # noqa: PLR0911, PLR0912

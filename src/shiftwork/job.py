@@ -238,7 +238,7 @@ def sending(
         "unique_window": _seconds("window", window),
         "merge": None if merge is None else check_merge(merge),
         "tags": None if tags is None else _tags(tags),
-        "keep": _whole("keep", keep.days if isinstance(keep, timedelta) else keep, 0, 2**31 - 1),
+        "keep": _whole("keep", _days(keep) if isinstance(keep, timedelta) else keep, 0, 2**31 - 1),
     }
     if window is not None:
         if scope not in (None, "window"):
@@ -306,6 +306,12 @@ def _instant(name: str, value: datetime | None) -> str | None:
             argument=name,
         )
     return value.isoformat()
+
+
+def _days(keep: timedelta) -> int:
+    if keep % timedelta(days=1):
+        raise InvalidArgument(f"keep is {keep}; history is kept by whole days", argument="keep")
+    return keep.days
 
 
 def _whole(name: str, value: int | None, least: int, most: int) -> int | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan, Rows, Wait
-from shiftwork.errors import DatabaseUnavailable, ResultTimeout, UnknownJob
+from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, UnknownJob
 from shiftwork.job import Attempt, Job, NewJob, Sent, State
 from shiftwork.outcome import Outcome
 from shiftwork.stores.protocol import Held, Protocol
@@ -51,7 +51,7 @@ def _documents(jobs: Iterable[NewJob[object]]) -> Iterator[tuple[str, int]]:
     """JSON arrays of jobs, each bounded in rows and in bytes, made while they are read."""
     parts: list[bytes] = []
     size = 0
-    for part in map(_encoder.encode, jobs):
+    for part in map(_encoded, jobs):
         if parts and (len(parts) == CHUNK_ROWS or size + len(part) > CHUNK_BYTES):
             yield f"[{b','.join(parts).decode()}]", len(parts)
             parts, size = [], 0
@@ -59,6 +59,15 @@ def _documents(jobs: Iterable[NewJob[object]]) -> Iterator[tuple[str, int]]:
         size += len(part) + 1
     if parts:
         yield f"[{b','.join(parts).decode()}]", len(parts)
+
+
+def _encoded(job: NewJob[object]) -> bytes:
+    if not isinstance(job, NewJob):
+        raise InvalidArgument(f"{job!r} is no job to enqueue; make one with task.job(…)")
+    try:
+        return _encoder.encode(job)
+    except (UnicodeEncodeError, TypeError) as error:
+        raise InvalidArgument(f"a job of task {job.task!r} cannot be sent: {error}", task=job.task) from None
 
 
 def get(store: Protocol, job: int) -> Plan[Job]:

@@ -19,6 +19,7 @@ from shiftwork.cli.printing import (
     print_table,
     shortened,
 )
+from shiftwork.errors import InvalidArgument
 from shiftwork.settings import UNLIMITED, Settings
 
 if TYPE_CHECKING:
@@ -149,13 +150,21 @@ def counts(settings: Settings, task: str | None, queue: str | None, as_json: boo
 
 
 def _payload(_: click.Context, __: click.Parameter, given: str) -> str:
-    text = sys.stdin.read() if given == "-" else given
+    from shiftwork.codec import check_storable  # noqa: PLC0415
+
+    if given == "-" and sys.stdin is None:
+        raise click.BadParameter("there is no standard input to read the arguments from")
     try:
+        text = sys.stdin.read() if given == "-" else given
         payload = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"the arguments are not JSON: {clean(error)}") from None
     if not isinstance(payload, dict):
         raise click.BadParameter("the arguments must be a JSON object: {name: value, …}")
+    try:
+        check_storable(payload)
+    except InvalidArgument as error:
+        raise click.BadParameter(clean(error)) from None
     return text
 
 
