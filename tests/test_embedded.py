@@ -186,6 +186,24 @@ def test_the_default_place_follows_the_environment(monkeypatch: pytest.MonkeyPat
     assert embedded.default_data() == room / "shiftwork" / "postgres"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHIFTWORK_HOME", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(EmbeddedError, match="SHIFTWORK_HOME"):
+        embedded.default_data()
+
+
+def test_a_directory_whose_name_is_no_text_is_refused_before_anything_is_made(room: Path) -> None:
+    with pytest.raises(EmbeddedError, match="UTF-8"):
+        started(room / "data\udcff")
+    assert list(room.iterdir()) == []
+
+
 @as_root
 def test_roots_default_is_a_place_that_the_servers_user_can_reach(
     monkeypatch: pytest.MonkeyPatch, room: Path

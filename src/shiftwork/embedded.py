@@ -696,7 +696,15 @@ def default_data() -> Path:
     if home := os.environ.get("SHIFTWORK_HOME"):
         return Path(home).absolute() / "postgres"
     state = os.environ.get("XDG_STATE_HOME")
-    place = (Path(state) if state else Path.home() / ".local" / "state").absolute() / "shiftwork" / "postgres"
+    try:
+        place = (
+            (Path(state) if state else Path.home() / ".local" / "state").absolute() / "shiftwork" / "postgres"
+        )
+    except RuntimeError:  # a user without an entry in passwd, as in many a container
+        raise EmbeddedError(
+            "This user has no home directory to keep the data in; set HOME or SHIFTWORK_HOME, or name a "
+            "data directory."
+        ) from None
     if os.geteuid() == 0:
         existing = next(path for path in (place, *place.parents) if path.exists())
         if not _account(place).can("-x", existing):
@@ -705,7 +713,14 @@ def default_data() -> Path:
 
 
 def _place(data: Path | None) -> Path:
-    return Path(data).absolute() if data else default_data()
+    place = Path(data).absolute() if data else default_data()
+    try:
+        str(place).encode()
+    except UnicodeEncodeError:
+        raise EmbeddedError(
+            f"The path {str(place)!a} is not text in UTF-8, which the server's URL needs; choose another."
+        ) from None
+    return place
 
 
 def _prepare(data: Path, account: Account) -> None:
