@@ -506,6 +506,10 @@ def test_jobs_are_listed_newest_first_and_counted_by_state(app: App, protocol: P
     assert [job.id for job in app.jobs(task="greet", limit=2, offset=2)] == [ready[0], done.id]
     assert [job.id for job in app.jobs(state=State.COMPLETED)] == [done.id]
     assert [job.id for job in app.jobs(queue="default", state=[State.SCHEDULED, State.FAILED])] == [other.id]
+    by_its_name: Any = "completed"
+    assert [job.id for job in app.jobs(state=by_its_name)] == [done.id]
+    with pytest.raises(InvalidArgument, match="'complete' is not a valid State; there are: blocked"):
+        app.jobs(state=["complete"])  # type: ignore[list-item]
     counts = app.counts()
     assert {state: number for state, number in counts.items() if number} == {
         State.READY: 3,

@@ -358,6 +358,17 @@ class Later:
     """Something that the worker fills in."""
 
 
+def test_an_annotation_or_a_name_that_breaks_is_refused_when_the_task_is_declared() -> None:
+    def half(x: Any) -> None: ...
+
+    def special(__init__: int = 2) -> None: ...
+
+    half.__annotations__["x"] = "1 +"
+    for function in (half, special):
+        with pytest.raises(ConfigurationError, match="'t': an annotation cannot be followed"):
+            Signature("t", function)
+
+
 def test_what_is_injected_is_never_stored() -> None:
     def work(context: Later, n: int) -> None: ...
 

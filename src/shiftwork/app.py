@@ -17,7 +17,7 @@ import psycopg
 from shiftwork import operations
 from shiftwork.client import Client, Handle
 from shiftwork.database import commits_each, connect, translate
-from shiftwork.errors import ConfigurationError, UnknownTask
+from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
@@ -381,7 +381,12 @@ def _noting(jobs: Iterable[NewJob[R]], names: list[str]) -> Iterator[NewJob[R]]:
 
 
 def _states(state: State | Collection[State] | None) -> Collection[State] | None:
-    return [state] if isinstance(state, State) else state
+    if state is None:
+        return None
+    try:
+        return [State(one) for one in ([state] if isinstance(state, str) else state)]
+    except ValueError as error:
+        raise InvalidArgument(f"{error}; there are: {', '.join(State)}", argument="state") from None
 
 
 def _check_merge_arguments(task: Task[Any, Any], merge: str | Mapping[str, str] | None) -> None:

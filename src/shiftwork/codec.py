@@ -197,6 +197,10 @@ class Signature:
                 f"task {self.task!r}: an annotation cannot be followed: {error}. Names in them are looked "
                 f"up in the module {self.function.__module__}; define it there"
             ) from error
+        except Exception as error:  # annotations are code of the user's own
+            raise ConfigurationError(
+                f"task {self.task!r}: an annotation cannot be followed: {error}"
+            ) from error
 
     def _is_injected(self, hint: object) -> bool:
         return isinstance(hint, type) and any(issubclass(hint, kind) for kind in self._injected)
@@ -232,8 +236,8 @@ class Signature:
             hint = self._hints.get(name, Any)
             optional = parameter.default is not parameter.empty
             fields.append((name, hint, msgspec.UNSET) if optional else (name, hint))
-        record = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
         try:
+            record = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
             msgspec.json.Decoder(
                 record, dec_hook=_build
             )  # complains now about annotations that it cannot follow
