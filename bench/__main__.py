@@ -126,7 +126,7 @@ def drain(
         if not rows and not busy:
             if looked:
                 return
-            cursor.look_at = 0
+            cursor.look()
             continue
         outcomes = [
             *busy,
@@ -271,12 +271,13 @@ def bulk(bench: Bench) -> None:
         return jobs / spent
 
     def copy() -> float:
+        moment = "2000-01-01 00:00+00"
         with bench.connect() as connection:
             began = time.perf_counter()
-            columns = "task, payload, queue, priority, max_attempts"
+            columns = "task, payload, queue, priority, max_attempts, run_at, created_at"
             with connection.cursor().copy(sql(f"copy shiftwork.jobs ({columns}) from stdin")) as into:
                 for n in range(jobs):
-                    into.write(f'nothing\t{{"n": {n}}}\tdefault\t0\t5\n')
+                    into.write(f'nothing\t{{"n": {n}}}\tdefault\t0\t5\t{moment}\t{moment}\n')
             spent = time.perf_counter() - began
         clear(bench)
         return jobs / spent

@@ -232,7 +232,7 @@ def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(
 
     worker = protocol.register()
     jobs = protocol.claim(worker).jobs
-    protocol.rows("update {}.settings set value = '10' where name = 'max_payload'")
+    protocol.rows("update {}.settings set value = '8192' where name = 'max_payload'")
     answers = protocol.complete(worker, jobs, "y" * 2_000_000)
     assert set(answers.values()) == {"settled"}
     [failed] = {job["id"] for job in jobs if job["id"] == jobs[0]["id"]}

@@ -278,7 +278,7 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         operator.rows("select {}.resume(queue => 'mail')")
         operator.rows("select {}.retain('mail', completed => 1)")
         operator.rows("insert into {}.tasks (name, max_resets) values ('t', 1)")
-        operator.rows("update {}.settings set value = '1000' where name = 'max_payload'")
+        operator.rows("update {}.settings set value = '10000' where name = 'max_payload'")
         assert viewer.value("select count(*) from {}.audit") == 7
         assert viewer.state(expiring) == "expired"
         assert len(viewer.rows("select * from {}.look(%s)", ids)) == len(ids)

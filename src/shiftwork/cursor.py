@@ -5,8 +5,9 @@ remove it. So a worker remembers, for each queue and priority, the last place th
 begins behind it. What lies before and between the known priorities is always read, so nothing more urgent is overlooked.
 
 A place may also hide something: a job that was released or retried belongs before it, one whose transaction took long
-to commit too, and a row that another worker had locked and let go. Therefore a look without places comes once a second,
-though not for more than a twentieth of the time when looking has become expensive.
+to commit too, and a row that another worker had locked and let go. Therefore a look without places comes once a second.
+When looking has become expensive it comes more rarely, so that it takes no more than a twentieth of the time, but at
+least every half minute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 LOOK_EVERY = 1.0
 LOOK_SHARE = 20
+LOOK_AT_LAST = 30.0
 MOST_PLACES = 100
 
 
@@ -57,7 +59,9 @@ class Cursor:
     ) -> None:
         """Take in an answer: its report, and of each job its queue, priority, run_at in microseconds and id."""
         if began >= self.look_at:
-            self.look_at = ended + max(LOOK_EVERY, LOOK_SHARE * (ended - began))
+            self.look_at = ended + min(max(LOOK_EVERY, LOOK_SHARE * (ended - began)), LOOK_AT_LAST)
+        if (earliest := report.get("earliest")) is not None:
+            self._go_back(earliest)
         for queue, priority, run_at, job in taken:
             known = self.places.setdefault(queue, {})
             known[str(priority)] = max(known.get(str(priority), [0, 0]), [run_at, job])
@@ -66,3 +70,14 @@ class Cursor:
         self.places = {queue: known for queue, known in self.places.items() if len(known) <= MOST_PLACES}
         self.mixed.update(report["mixed"])
         self.due = report.get("due", 0)
+
+    def look(self) -> None:
+        """Let the next claim look from the start."""
+        self.look_at = 0.0
+
+    def _go_back(self, earliest: int) -> None:
+        """Jobs became due that belong before places already passed."""
+        for known in self.places.values():
+            for priority, place in known.items():
+                if place[0] >= earliest:
+                    known[priority] = [earliest - 1, 0]

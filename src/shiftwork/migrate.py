@@ -21,7 +21,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from shiftwork.errors import SchemaTooNew, SchemaTooOld
+from shiftwork.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 from shiftwork.settings import check_schema
 
 PROTOCOL = 1
@@ -77,9 +77,21 @@ def roles() -> str:
     return (files("shiftwork.sql") / "roles.sql").read_text("utf-8")
 
 
-# Nobody gets to call a function by default: who shares the database has no business here.
+# Nobody gets to call a function by default: who shares the database has no business here. And what a function means
+# is not for its caller's search path to decide. (Functions in SQL are inlined into ours, and take over their path.)
 _HARDEN = """
 revoke all on all routines in schema shiftwork from public;
+do $$
+declare
+  one record;
+begin
+  for one in select routine.oid::regprocedure as signature from pg_catalog.pg_proc as routine
+               join pg_catalog.pg_language as language on language.oid = routine.prolang
+              where routine.pronamespace = 'shiftwork'::regnamespace and language.lanname = 'plpgsql'
+                and not exists (select from unnest(routine.proconfig) as setting where setting like 'search_path=%') loop
+    execute format('alter function %s set search_path = shiftwork, pg_temp', one.signature);
+  end loop;
+end $$;
 select shiftwork.extend_history();
 """
 
@@ -122,6 +134,7 @@ def migrate(
     The connection must not be inside a transaction. Racing migrators are safe.
     """
     check_schema(schema)
+    _refuse_foreign(connection, schema)
     done = [f"applied {step.name}" for step in _apply(connection, schema)]
     with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
         _take_turn(cursor, schema)
@@ -135,7 +148,7 @@ def migrate(
             _run(cursor, functions(), schema)
             _run(cursor, _stamp(), schema)
             done.append("re-created the functions" if installed else "created the functions")
-        if with_roles:
+        if with_roles or (fingerprint != _fingerprint() and _has_roles(cursor, schema)):
             _run(cursor, roles(), schema)
             done.append("granted the roles")
     return done
@@ -167,6 +180,28 @@ def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migrati
                 (step.number, step.name),
             )
         yield step
+
+
+def _refuse_foreign(connection: psycopg.Connection[Any], schema: str) -> None:
+    """Everything in the schema becomes ours; so there must be nothing in it that is not."""
+    with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
+        [[ours, others]] = cursor.execute(
+            "select to_regclass(%s) is not null, exists (select from pg_class where relnamespace = to_regnamespace(%s))"
+            " or exists (select from pg_proc where pronamespace = to_regnamespace(%s))",
+            (f'"{schema}".migrations', schema, schema),
+        ).fetchall()
+    if schema == "public" or (others and not ours):
+        raise ConfigurationError(
+            f"schema {schema!r} is for other things too: choose one that is empty or does not exist yet"
+        )
+
+
+def _has_roles(cursor: psycopg.Cursor[Any], schema: str) -> bool:
+    [[owned]] = cursor.execute(
+        "select nspowner::regrole::text = %s from pg_namespace where nspname = %s",
+        (f"{schema}_owner", schema),
+    ).fetchall()
+    return bool(owned)
 
 
 def _take_turn(cursor: psycopg.Cursor[Any], schema: str) -> None:

@@ -16,26 +16,30 @@ end $$;
 
 -- Everything belongs to the owner, so that what runs with its rights (security definer) has no more than those.
 grant shiftwork_owner to current_user;
-alter schema shiftwork owner to shiftwork_owner;
 do $$
 declare
   one record;
 begin
+  if (select nspowner from pg_namespace where nspname = 'shiftwork') <> 'shiftwork_owner'::regrole then
+    alter schema shiftwork owner to shiftwork_owner;
+  end if;
   for one in
     select relation.relkind, relation.relname from pg_class as relation
      where relation.relnamespace = 'shiftwork'::regnamespace and relation.relkind in ('r', 'p', 'v', 'S')
        and (relation.relkind <> 'S'  -- a column's own sequence goes with its table
             or not exists (select from pg_depend as owned where owned.objid = relation.oid and owned.deptype in ('a', 'i')))
+       and relation.relowner <> 'shiftwork_owner'::regrole             -- what is right already is not locked
   loop
     execute format('alter %s shiftwork.%I owner to shiftwork_owner',
                    case one.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end, one.relname);
   end loop;
   for one in select routine.oid::regprocedure as signature from pg_proc as routine
-              where routine.pronamespace = 'shiftwork'::regnamespace loop
+              where routine.pronamespace = 'shiftwork'::regnamespace and routine.proowner <> 'shiftwork_owner'::regrole loop
     execute format('alter function %s owner to shiftwork_owner', one.signature);
   end loop;
   for one in select type.typname from pg_type as type
-              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e') loop
+              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e')
+                and type.typowner <> 'shiftwork_owner'::regrole loop
     execute format('alter type shiftwork.%I owner to shiftwork_owner', one.typname);
   end loop;
 end $$;
@@ -64,7 +68,6 @@ grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork
 grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.attempts, shiftwork.signals, shiftwork.progress, shiftwork.logs
   to shiftwork_worker, shiftwork_operator;
 grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
-grant usage, select, update on sequence shiftwork.claims to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
   shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),

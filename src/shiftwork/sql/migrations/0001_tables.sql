@@ -78,7 +78,20 @@ create table shiftwork.history (
 create index history_id on shiftwork.history (id);
 create index history_unique on shiftwork.history (task, unique_key, created_at) where unique_key is not null;
 create table shiftwork.history_default partition of shiftwork.history default;
+create index history_default_forget on shiftwork.history_default (forget_on);
 create table shiftwork.history_forever partition of shiftwork.history for values from ('infinity') to (maxvalue);
+
+-- Both rooms. One statement over it sees a job once, never twice and never not at all, while it moves. No day to
+-- be forgotten on: it is not finished, or kept for ever.
+create view shiftwork.all_jobs as
+select id, task, queue, priority, payload, state, run_at, expires_at, attempt, failures, resets, max_attempts,
+       unique_key, worker, created_at, claimed_at, started_at, finished_at, result, error, tags, null::date as forget_on
+  from shiftwork.jobs
+union all
+select id, task, queue, priority, payload, state, run_at, expires_at, attempt, failures, resets, max_attempts,
+       unique_key, worker, created_at, claimed_at, started_at, finished_at, result, error, tags, nullif(forget_on, 'infinity')
+  from shiftwork.history;
+
 
 -- Attempts that failed or were lost with their worker; what succeeded is told by the job itself.
 create table shiftwork.attempts (
@@ -111,6 +124,7 @@ create table shiftwork.workers (
   gone_at      timestamptz,
   label        text not null generated always as (name || '@' || host || ':' || pid || '#' || token) stored
 ) with (fillfactor = 50);
+create index workers_lease on shiftwork.workers (lease_until) where gone_at is null;
 
 -- What is known of a task: the values that an enqueue leaves out, and what becomes of a job that is lost.
 create table shiftwork.tasks (
@@ -207,6 +221,7 @@ create table shiftwork.schedules (
 create table shiftwork.audit (
   id      bigint generated always as identity primary key,
   at      timestamptz not null default shiftwork.clock(),
+  login   text not null default session_user,
   actor   text not null,
   verb    text not null,
   target  jsonb not null,
@@ -216,7 +231,10 @@ create table shiftwork.audit (
 
 create table shiftwork.settings (
   name   text primary key,
-  value  jsonb not null
+  value  jsonb not null,
+  constraint max_payload_is_measured check (            -- smaller payloads are not measured at all
+    name <> 'max_payload' or (jsonb_typeof(value) = 'number' and value between '8192' and '268435455')
+  )
 );
 insert into shiftwork.settings values ('max_payload', '1048576');
 
@@ -233,3 +251,16 @@ create table shiftwork.moves (
 create sequence shiftwork.asleep_until minvalue 0 start 0;
 create sequence shiftwork.awaited_until minvalue 0 start 0;
 create sequence shiftwork.claims;
+
+-- What a plain INSERT fires. The functions are written in the protocol, and re-created with it; here they only get their place,
+-- since a trigger cannot be made anew without stopping everybody who writes to the table.
+create function shiftwork.complete_insert() returns trigger language plpgsql as $$ begin return new; end $$;
+create function shiftwork.wake_on_insert() returns trigger language plpgsql as $$ begin return null; end $$;
+
+create trigger complete_insert before insert on shiftwork.jobs
+  for each row when (new.created_at is null) execute function shiftwork.complete_insert();
+
+create trigger wake_on_insert after insert on shiftwork.jobs
+  referencing new table as fresh for each statement
+  when (pg_sequence_last_value('shiftwork.asleep_until') > extract(epoch from clock_timestamp()) * 1000)
+  execute function shiftwork.wake_on_insert();

@@ -8,8 +8,8 @@
 --
 -- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
 -- many were taken; whether the worker is still alive in the eyes of the database; whether there may be more; when there
--- is not, the seconds until the next job falls due; which queues are `mixed`, which is to be said of them next time; and
--- `places` and `due`, for a cursor:
+-- is not, the seconds until the next job falls due or a pause ends; which queues are `mixed`, which is to be said of them next time; and
+-- `places`, `due` and `earliest` (of the jobs that became ready with this claim), for a cursor:
 --
 -- Dead index entries pile up at the front of a queue, and no vacuum removes them while an old transaction is open. Reading
 -- on from the last row examined skips them. A client keeps one place per queue and priority, in epoch microseconds and
@@ -153,8 +153,13 @@ begin
       starting := starting - got;
       exit when want <= 0;
       continue when got = chunk;
+      if mixed and got >= asked.examine then
+        more := true;
+        exit;
+      end if;
 
-      -- Short. What is left is held by others or not for us; where the looking ended, it need not be looked at again.
+      -- Short. What is left is held by others or not for us; where the looking ended, it need not be looked at again. What
+      -- was just taken is not ready any more, and was among the rows examined.
       select jsonb_object_agg(last.priority, jsonb_build_array((extract(epoch from last.run_at) * 1000000)::bigint, last.id)),
              coalesce(sum(last.many), 0)
         into ends, examined
@@ -165,11 +170,11 @@ begin
                        where ahead.state = 'ready' and ahead.queue = range.queue
                          and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
                          and ahead.priority < range.until_priority
-                       order by ahead.priority, ahead.run_at, ahead.id limit asked.examine) as seen
+                       order by ahead.priority, ahead.run_at, ahead.id limit greatest(asked.examine - got, 1)) as seen
                group by seen.priority) as last;
       exit when examined = 0;
       if mixed then
-        more := more or examined >= asked.examine;
+        more := more or examined >= asked.examine - got;
         mixed_queues := mixed_queues || range.queue::text;
         places := jsonb_set(places, array[range.queue], coalesce(places -> range.queue, '{}') || ends);
         exit;
@@ -181,11 +186,14 @@ begin
 
   report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
                                        'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted);
+  if due.promoted > 0 then
+    report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from due.earliest) * 1000000)::bigint);
+  end if;
   if not more then
-    report.payload := report.payload || jsonb_build_object('next_due_in', (
-      select extract(epoch from job.run_at - present) from shiftwork.jobs as job
-       where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached)
-       order by job.run_at limit 1));
+    report.payload := report.payload || jsonb_build_object('next_due_in', extract(epoch from least(
+      (select job.run_at from shiftwork.jobs as job
+        where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached) order by job.run_at limit 1),
+      (select min(pause.until) from shiftwork.pauses as pause where pause.until > present)) - present));
   end if;
   return next report;
 end $$;

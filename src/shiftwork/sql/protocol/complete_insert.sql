@@ -40,6 +40,3 @@ begin
   perform shiftwork.check_payload(new.task, new.payload);
   return new;
 end $$;
-
-create or replace trigger complete_insert before insert on shiftwork.jobs
-  for each row when (new.created_at is null) execute function shiftwork.complete_insert();

@@ -7,12 +7,17 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
-  keyed constant boolean := jsonb_path_exists(jobs, '$[*].unique_key ? (@ != null)');
+  keyed boolean;
   others bigint[];
   wish record;
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
     raise exception using errcode = 'SW001', message = 'enqueue_many takes a JSON array of jobs';
+  end if;
+  keyed := jsonb_path_exists(jobs, '$[*] ? (exists (@.unique_key))');
+  if keyed and exists (select from jsonb_array_elements(jobs) as one
+                        where jsonb_typeof(one -> 'unique_key') not in ('string', 'null')) then
+    raise exception using errcode = 'SW001', message = 'a unique key is a text';
   end if;
 
   if pg_column_size(jobs) > 8192 then

@@ -8,7 +8,7 @@ create or replace function shiftwork.forget_on(days int, ended date) returns dat
   select case
     when days <= 31 then ended + greatest(days, 0) + 1
     when days <= 366 then (date_trunc('month', (ended + days)::timestamp) + interval '1 month')::date
-    when days <= 36500 then (date_trunc('year', (ended + days)::timestamp) + interval '1 year')::date
+    when days <= 3660 then (date_trunc('year', (ended + days)::timestamp) + interval '1 year')::date
     else 'infinity' end
 $$;
 
@@ -38,8 +38,13 @@ exception when others then
     raise;
   end if;
   if cardinality(ids) = 1 then
-    raise warning 'job % cannot be moved to history: %', ids[1], sqlerrm;
-    return '{}';
+    begin
+      perform shiftwork.finish_together(ids, ending, failure);      -- a partition may have been attached at that moment
+      return ids;
+    exception when others then
+      raise warning 'job % cannot be moved to history: %', ids[1], sqlerrm;
+      return '{}';
+    end;
   end if;
   foreach one in array ids loop
     gone := gone || shiftwork.finish(array[one], ending, failure);

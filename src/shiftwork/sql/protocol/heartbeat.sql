@@ -52,7 +52,12 @@ begin
        where job.state = 'running' and job.worker = holder and job.claim > since and job.claim <= answered
          and job.id <> all(coalesce(mine, '{}'))
        order by job.id for update skip locked);
-    perform shiftwork.give_back(strays);
+    begin
+      perform shiftwork.give_back(strays);
+    exception when others then
+      raise warning 'strays of worker % cannot be given back: %', holder, sqlerrm;      -- its lease is renewed all the same
+      strays := '{}';
+    end;
   end if;
   return jsonb_build_object('alive', true, 'lost', lost, 'cancel', asked, 'strays', to_jsonb(coalesce(strays, '{}')));
 end $$;

@@ -38,7 +38,7 @@ begin
       if jsonb_typeof(old) <> jsonb_typeof(new) or jsonb_typeof(new) not in ('number', 'string')
          or (operator = 'sum' and jsonb_typeof(new) <> 'number') then
         raise exception using errcode = 'SW001',
-          message = format('%s of a %s and a %s cannot be taken', operator, jsonb_typeof(old), jsonb_typeof(new));
+          message = format('%s cannot be taken of these values', operator), hint = 'It takes two numbers or two texts; sum, numbers.';
       end if;
       if operator = 'sum' then
         return to_jsonb((old #>> '{}')::numeric + (new #>> '{}')::numeric);
@@ -51,9 +51,14 @@ begin
         raise exception using errcode = 'SW001', message = format('"%s" is no %s', kind, split_part(operator, ':', 1)),
           hint = 'Name its type, as in "range:daterange" or "multirange:datemultirange".';
       end if;
-      execute format(case when kind like '%multirange' then 'select to_jsonb(($1::%1$s + $2::%1$s)::text)'
-                          else 'select to_jsonb(range_merge($1::%1$s, $2::%1$s)::text)' end, kind)
-         into merged using old #>> '{}', new #>> '{}';
+      begin
+        execute format(case when kind like '%multirange' then 'select to_jsonb(($1::%1$s + $2::%1$s)::text)'
+                            else 'select to_jsonb(range_merge($1::%1$s, $2::%1$s)::text)' end, kind)
+           into merged using old #>> '{}', new #>> '{}';
+      exception when data_exception then
+        -- Not in the words of the server, which would show a stored value to whoever enqueues.
+        raise exception using errcode = 'SW001', message = format('what is to be merged is no %s', kind);
+      end;
       return merged;
     else
       raise exception using errcode = 'SW001', message = format('"%s" is no merge operator', operator),

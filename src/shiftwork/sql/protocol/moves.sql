@@ -1,5 +1,5 @@
 -- Every legal move. A test walks all pairs of state and verb, and compares what happens with this.
-truncate shiftwork.moves;
+delete from shiftwork.moves;
 insert into shiftwork.moves (verb, before, after) values
   ('enqueue', null, 'ready'), ('enqueue', null, 'scheduled'),
   ('enqueue', 'ready', 'ready'), ('enqueue', 'ready', 'scheduled'),           -- replaced or merged

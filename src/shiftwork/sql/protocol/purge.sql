@@ -16,20 +16,23 @@ begin
   end if;
   select max(days) into longest from shiftwork.queues as queue,
     unnest(array[queue.keep_completed, queue.keep_failed, queue.keep_cancelled, queue.keep_expired]) as days
-   where days <= 36500;
+   where days <= 3660;
   for day in
     select today + ahead from generate_series(1, 39) as ahead
     union
     select (date_trunc('month', today::timestamp) + make_interval(months => ahead))::date from generate_series(1, 14) as ahead
      where longest > 31
     union
-    select (date_trunc('year', today::timestamp) + make_interval(years => ahead))::date from generate_series(1, 12) as ahead
+    select (date_trunc('year', today::timestamp) + make_interval(years => ahead))::date from generate_series(1, 13) as ahead
      where longest > 366 and ahead <= longest / 365 + 2
     order by 1
   loop
     name := 'history_' || to_char(day, 'YYYY_MM_DD');
     continue when to_regclass(format('%I.%I', 'shiftwork', name)) is not null;
     begin
+      if exists (select from shiftwork.history_default as stray where stray.forget_on = day) then
+        lock table shiftwork.history_default in access exclusive mode;      -- or more would arrive while we move them
+      end if;
       execute format('create table %I.%I (like shiftwork.history including defaults including constraints)', 'shiftwork', name);
       execute format('with moved as (delete from shiftwork.history_default where forget_on = %L returning *)
                       insert into %I.%I select * from moved', day, 'shiftwork', name);
@@ -46,10 +49,10 @@ end $$;
 
 -- Forget what may be forgotten: partitions of days that have come are dropped or, with `archive`, detached and kept as
 -- archive_<day>, with the jobs' attempts, logs and progress beside them. What lies in the default partition goes in
--- batches. Says how many partitions went and how many jobs.
+-- batches, and workers that have been gone for a week go too. Says how many partitions went and how many jobs.
 --
--- Dropping needs all of history for a moment. That lock is taken before any on a partition, as everyone does who reads: so
--- nobody waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
+-- Dropping needs all of history for a moment. That exclusive lock is taken before any on a partition, as everyone does who
+-- reads: so nobody waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
 -- emptied, which locks only that one, and the rest is left to the next time.
 create or replace function shiftwork.purge(archive boolean default false, most int default 5000, out partitions int, out jobs bigint)
 language plpgsql security definer set search_path = shiftwork, pg_temp set lock_timeout = '200ms' as $$
@@ -79,6 +82,7 @@ begin
     delete from shiftwork.progress as last using ended where last.job = ended.id
   )
   select count(*) into jobs from ended;
+  delete from shiftwork.workers as one where one.gone_at < shiftwork.clock() - interval '7 days';
 
   names := array(
     select child.relname
@@ -163,4 +167,5 @@ begin
    where known.name = queue;
   perform shiftwork.note(actor, 'retain', jsonb_build_object('queue', queue), after => jsonb_strip_nulls(jsonb_build_object(
     'completed', completed, 'failed', failed, 'cancelled', cancelled, 'expired', expired)));
+  perform shiftwork.extend_history();
 end $$;

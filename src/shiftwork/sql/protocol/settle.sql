@@ -26,6 +26,7 @@ declare
   finished bigint[];
   endings shiftwork.job_state[];
   again bigint[];
+  gone bigint;
   outcome jsonb;
   problem text;
 begin
@@ -78,6 +79,10 @@ begin
       on conflict (job, attempt) do nothing;
     end if;
     delete from shiftwork.jobs as job where job.id = any(finished);
+    get diagnostics gone = row_count;
+    if gone < cardinality(finished) then
+      raise exception 'a trigger keeps % finished jobs in jobs', cardinality(finished) - gone;
+    end if;
     if asked then
       delete from shiftwork.signals as signal where signal.job = any(finished);
     end if;
@@ -112,10 +117,13 @@ begin
     end if;
     -- Something in the batch cannot be written. One by one, so that it stops nobody else.
     get stacked diagnostics problem = message_text;
-    if jsonb_array_length(request -> 'outcomes') > 1 then
+    if many > 1 then
       for outcome in select one from jsonb_array_elements(request -> 'outcomes') as one loop
         return query select * from shiftwork.settle(jsonb_set(request, '{outcomes}', jsonb_build_array(outcome)));
       end loop;
+    elsif not coalesce((request ->> 'insist')::boolean, false) then
+      -- Once more: a partition may have been attached at this moment.
+      return query select * from shiftwork.settle(request || '{"insist": true}');
     else
       raise warning 'the outcome of job % cannot be written: %', request #>> '{outcomes,0,id}', problem;
       id := case when request #>> '{outcomes,0,id}' ~ '^[0-9]{1,18}$' then (request #>> '{outcomes,0,id}')::bigint end;
@@ -127,6 +135,9 @@ begin
 
   if shiftwork.is_declared('shiftwork.awaited_until') then
     perform shiftwork.announce(finished);
+  end if;
+  if again is not null and shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array(select distinct job.queue::text from shiftwork.jobs as job where job.id = any(again)));
   end if;
   return query select one.id, 'settled'::text, one.state from unnest(finished, endings) as one (id, state);
   if coalesce(cardinality(finished), 0) < many then
@@ -145,7 +156,7 @@ create or replace function shiftwork.told(request jsonb) returns table (
   id bigint, attempt int, state text, result jsonb, error jsonb, counts boolean, wait interval)
 language sql stable as $$
   select one.id, one.attempt, one.state, one.result, one.error,
-         coalesce(one.failure, one.error is not null or one.state = 'failed'),
+         coalesce(one.failure, one.state = 'failed' or (one.state = 'scheduled' and one.error is not null)),
          least(greatest(coalesce(one.delay, 0), 0), 3155760000) * interval '1 second'
     from jsonb_to_recordset(request -> 'outcomes') as one (
       id bigint, attempt int, state text, result jsonb, error jsonb, delay double precision, failure boolean)
@@ -160,12 +171,17 @@ language sql stable as $$
     when exists (select from shiftwork.jobs as held where held.id = job and held.attempt = unsettled_answer.attempt
                     and held.worker = holder and held.state = 'running')
       then 'busy'
-    when exists (select from shiftwork.jobs as left_it where left_it.id = job and left_it.attempt = unsettled_answer.attempt
-                    and left_it.worker = holder)
-      or exists (select from shiftwork.history as ended where ended.id = job and ended.attempt = unsettled_answer.attempt
-                    and ended.worker = holder and ended.error ->> 'code' is distinct from 'WORKER_CRASHED')
-      or exists (select from shiftwork.attempts as noted where noted.job = unsettled_answer.job
-                    and noted.attempt = unsettled_answer.attempt and noted.worker = holder and noted.outcome = 'failed')
+    when (unsettled_answer.state = 'scheduled' and exists (
+            select from shiftwork.jobs as left_it where left_it.id = job and left_it.attempt = unsettled_answer.attempt
+               and left_it.worker = holder))
+      or exists (
+            select from shiftwork.history as ended where ended.id = job and ended.attempt = unsettled_answer.attempt
+               and ended.worker = holder and ended.error ->> 'code' is distinct from 'WORKER_CRASHED'
+               and (ended.state::text = unsettled_answer.state
+                    or (unsettled_answer.state = 'scheduled' and ended.state in ('failed', 'cancelled'))))
+      or (unsettled_answer.state in ('failed', 'scheduled') and exists (
+            select from shiftwork.attempts as noted where noted.job = unsettled_answer.job
+               and noted.attempt = unsettled_answer.attempt and noted.worker = holder and noted.outcome = 'failed'))
       then 'already'
     else 'lost' end
 $$;

@@ -9,7 +9,7 @@ as $$ select coalesce(pg_sequence_last_value(until), 0) > extract(epoch from clo
 create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
 language plpgsql as $$
 declare
-  until bigint := (extract(epoch from clock_timestamp()) + least(greatest(seconds, 0), 86400)) * 1000;
+  until bigint := (extract(epoch from clock_timestamp()) + least(greatest(seconds, 0), 600)) * 1000;
 begin
   perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0));
   if coalesce(pg_sequence_last_value(sequence), 0) < until then
@@ -66,8 +66,3 @@ begin
   perform shiftwork.wake(array(select distinct fresh.queue::text from fresh limit 9));
   return null;
 end $$;
-
-create or replace trigger wake_on_insert after insert on shiftwork.jobs
-  referencing new table as fresh for each statement
-  when (pg_sequence_last_value('shiftwork.asleep_until') > extract(epoch from clock_timestamp()) * 1000)
-  execute function shiftwork.wake_on_insert();
