@@ -275,3 +275,14 @@ def test_a_job_has_at_most_fifty_tags(protocol: Protocol, way: str) -> None:
     with pytest.raises(psycopg.Error) as refused:
         send(["t" * 300] * 51)
     assert refused.value.sqlstate == "23514"
+
+
+@pytest.mark.parametrize("key", [[], [None], 5, {}, True])
+def test_a_key_that_is_no_text_is_refused_and_no_job_is_dropped(protocol: Protocol, key: object) -> None:
+    # spec: D-20
+    with pytest.raises(psycopg.Error) as refused:
+        protocol.enqueue_many([{"task": "t"}, {"task": "t", "unique_key": key}])
+    assert refused.value.sqlstate == "SW001"
+    assert [
+        row["ordinal"] for row in protocol.enqueue_many([{"task": "t"}, {"task": "t", "unique_key": None}])
+    ] == [1, 2]

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import psycopg
 import pytest
 
+from shiftwork.cursor import Cursor
 from tests.concurrency import elsewhere
 from tests.harness import Protocol, Row
 
@@ -545,3 +546,45 @@ def test_each_query_has_its_own_partial_index_and_the_hot_table_is_kept_clean(pr
     options = protocol.value("select reloptions from pg_class where oid = '{}.jobs'::regclass")
     assert "fillfactor=80" in options
     assert "autovacuum_vacuum_scale_factor=0.02" in options
+
+
+def test_an_ending_that_was_not_written_is_never_said_to_have_been(protocol: Protocol) -> None:
+    # spec: D-16
+    job, worker = protocol.enqueue(), protocol.register()
+    claimed = claim_one(protocol, worker)
+    assert protocol.cancel(job) == {job: "signalled"}
+    protocol.lapse(worker)
+    assert protocol.reap() == {job: "cancelled"}
+    assert protocol.complete(worker, [claimed], "a result that is gone") == {job: "lost"}
+
+
+def test_the_reaper_gets_past_rows_that_somebody_has_locked(dsn: str, protocol: Protocol) -> None:
+    # spec: QU-8, D-2
+    first, second = protocol.register(), protocol.register()
+    locked = [protocol.enqueue() for _ in range(3)]
+    protocol.claim(first, want=3)
+    free = protocol.enqueue()
+    protocol.claim(second)
+    protocol.lapse(first)
+    protocol.lapse(second)
+    with elsewhere(dsn) as handler, handler.connection.transaction():
+        handler.rows("select id from {}.jobs where id = any(%s) for no key update", locked)
+        assert protocol.reap(most=3) == {free: "ready"}
+
+
+def test_a_claim_in_a_mixed_queue_hides_nothing_behind_its_places(protocol: Protocol) -> None:
+    # spec: QU-4, D-7
+    ids = [protocol.enqueue("mine" if n % 2 else "other") for n in range(40)]
+    worker, cursor, taken = protocol.register(), Cursor(look_at=1e9), []
+    for _ in range(40):
+        wish = cursor.wish({"default": None}, now=0.0)
+        claimed = protocol.claim(worker, *wish["queues"], want=4, tasks=["mine"], examine=6, due=wish["due"])
+        places = [
+            (job["queue"], job["priority"], int(job["run_at"].timestamp() * 1e6), job["id"])
+            for job in claimed.jobs
+        ]
+        cursor.learn(claimed.report, places, 0.0, 0.0)
+        taken += [job["id"] for job in claimed.jobs]
+        if not claimed.report["more"]:
+            break
+    assert taken == ids[1::2]

@@ -354,3 +354,27 @@ def test_an_installer_inside_a_transaction_of_its_own_is_not_needed(empty: psyco
     with empty.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(sql.SQL("select count(*) from shiftwork.migrations"))
         assert cursor.fetchone() == len(installing.migrations())
+
+
+@pytest.mark.parametrize(
+    "thing", ["table app.customers (name text)", "function app.price() returns int return 1"]
+)
+def test_a_schema_that_holds_other_things_is_left_alone(empty: psycopg.Connection[Any], thing: str) -> None:
+    # spec: HO-35
+    empty.execute("create schema app")
+    empty.execute(f"create {thing}".encode())
+    for schema in ("app", "public"):
+        with pytest.raises(ConfigurationError, match="other things"):
+            migrate(empty, schema)
+
+
+def test_making_the_functions_anew_waits_for_nobody_who_writes_jobs(empty: psycopg.Connection[Any]) -> None:
+    # spec: HO-35
+    migrate(empty)
+    empty.execute(
+        "update shiftwork.settings set value = value || '{\"fingerprint\": \"older\"}' where name = 'protocol'"
+    )
+    with psycopg.connect(empty.info.dsn) as writer:
+        writer.execute("select shiftwork.enqueue('t')")
+        writer.execute("select count(*) from shiftwork.all_jobs")
+        assert migrate(empty) == ["re-created the functions"]

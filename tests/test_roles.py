@@ -460,3 +460,47 @@ def test_nothing_that_shadows_ours_is_ever_run_with_the_owners_rights(
             assert owner.rows(caught, f"{installed.schema}_owner") == [{"what": "now"}]
         assert owner.value("select count(*) from {}.jobs where task = 't'") == 4
         assert owner.value("select payload from {}.jobs where unique_key = 'k'") == {"a": [1, 2]}
+
+
+def test_an_operator_on_our_types_is_never_run_by_whoever_calls_a_verb(installed: Installation) -> None:
+    """An exact match for a type of ours would win against everything in pg_catalog, if the caller's path counted."""
+    with installed.acting(None) as owner:
+        owner.rows("create table public.loot (who text)")
+        owner.rows("grant insert on public.loot to public")
+        owner.rows("grant create, usage on schema public to public")
+        owner.enqueue("t")
+    with installed.acting("producer") as producer:
+        for ours, name in (
+            ("task_name", "text"),
+            ("counter", "int"),
+            ("job_state", f'"{installed.schema}".job_state'),
+        ):
+            producer.connection.execute(
+                f"""create function public.evil(a "{installed.schema}".{ours}, b {name}) returns boolean language plpgsql
+                    as $$ begin insert into public.loot values (current_user); return true; end $$;
+                    create operator public.= (leftarg = "{installed.schema}".{ours}, rightarg = {name}, function = public.evil)
+                """.encode()
+            )
+    for role in ("worker", "operator", None):
+        with installed.acting(role) as somebody:
+            worker = somebody.register()
+            claimed = somebody.claim(worker, tasks=["t"])
+            somebody.heartbeat(worker, claimed.held)
+            somebody.release(worker, claimed.held)
+            somebody.reap()
+            somebody.expire()
+    with installed.acting(None) as owner:
+        assert owner.rows("select who from public.loot") == []
+
+
+def test_a_producer_learns_nothing_of_what_others_sent(installed: Installation) -> None:
+    with installed.acting(None) as owner:
+        owner.enqueue("t", {"password": "hunter2"}, unique_key="k")
+    with installed.acting("producer") as producer:
+        for operator in ("range:int4range", "multirange:datemultirange", "sum", "min"):
+            with pytest.raises(psycopg.Error) as refused:
+                producer.enqueue(
+                    "t", {"password": 1}, unique_key="k", unique_action="merge", merge={"password": operator}
+                )
+            assert refused.value.sqlstate == "SW001"
+            assert "hunter2" not in str(refused.value) + (refused.value.diag.context or "")

@@ -141,7 +141,9 @@ def test_a_transaction_with_an_older_snapshot_wakes_a_sleeper_too(
         assert ear.news() == [("shiftwork_wake", "default")]
 
 
-@pytest.mark.parametrize("way", ["release", "reap", "stray", "revive", "run_now", "resume", "replace"])
+@pytest.mark.parametrize(
+    "way", ["release", "reap", "stray", "retry", "revive", "run_now", "resume", "replace"]
+)
 def test_whatever_makes_a_job_claimable_wakes_a_sleeper(protocol: Protocol, ear: Listener, way: str) -> None:
     # spec: QU-8, D-6
     job = protocol.enqueue(unique_key="k", delay=60 if way in {"run_now", "replace"} else 0)
@@ -160,6 +162,8 @@ def test_whatever_makes_a_job_claimable_wakes_a_sleeper(protocol: Protocol, ear:
             protocol.reap()
         case "stray":
             protocol.heartbeat(worker, answered=claimed.report["claim"])
+        case "retry":
+            protocol.settle(worker, {"id": job, "attempt": 1, "state": "scheduled", "delay": 1})
         case "revive":
             protocol.revive(job)
         case "run_now":
