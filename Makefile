@@ -53,5 +53,5 @@ spec: $(READY) ## write the page of rows that the tests show
 	@$(BIN)/python docs/rows.py
 
 clean: ## remove everything that make made
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
+	@rm -rf $(VENV) .venv-3.* .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
