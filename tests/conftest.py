@@ -81,8 +81,14 @@ def template(server: str) -> Iterator[str]:
 
 @pytest.fixture
 def dsn(server: str, template: str) -> Iterator[str]:
-    """A database of the test's own, with the protocol installed."""
+    """A database of the test's own, with the protocol installed, and history's partitions as of today."""
     with copied(server, template) as conninfo:
+        with psycopg.connect(conninfo, autocommit=True) as connection:
+            # A run may go on past midnight, and then its template is from yesterday.
+            connection.execute(
+                "select shiftwork.purge(), shiftwork.extend_history() where to_regclass(format("
+                "'shiftwork.history_%s', to_char(shiftwork.today() + 39, 'YYYY_MM_DD'))) is null"
+            )
         yield conninfo
 
 
