@@ -183,12 +183,12 @@ class Worker:
 
     def claim(self, want: int) -> list[Job]:
         """Up to so many jobs that are due; they are this worker's now."""
-        plan = operations.claim(self.store, self.id, {"default": None}, want, cursor=self.cursor)
-        claimed = self._perform(plan)
-        if not claimed.jobs and self.cursor.places:
-            self.cursor = Cursor()  # nothing behind the last place: look from the start before giving up
-            return self.claim(want)
-        return claimed.jobs
+        for _ in range(2):
+            plan = operations.claim(self.store, self.id, {"default": None}, want, cursor=self.cursor)
+            if jobs := self._perform(plan).jobs:
+                return jobs
+            self.cursor.look()  # nothing behind the last place: look from the start before giving up
+        return []
 
     def run(self, jobs: Iterable[Job]) -> list[Outcome]:
         """Call the functions of these jobs, and decide what becomes of each."""
