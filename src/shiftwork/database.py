@@ -32,7 +32,7 @@ import psycopg
 from psycopg import AsyncConnection, Connection, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import dict_row
+from psycopg.rows import dict_row, tuple_row
 
 from shiftwork.errors import (
     ConfigurationError,
@@ -50,7 +50,9 @@ from shiftwork.errors import (
 from shiftwork.settings import HIDDEN, Settings, mask
 
 T = TypeVar("T")
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Any]
+"""Rows of an answer: mappings by column, or tuples if the statement asks for them."""
+
 IDLE_TOO_LONG = 600.0
 
 
@@ -61,6 +63,8 @@ class Statement:
     text: str
     params: tuple[Any, ...] = ()
     writes: bool = True
+    as_tuples: bool = False
+    """Rows come as tuples: for answers of many rows, which a worker reads by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +439,7 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
         try:
-            with connection.cursor(row_factory=dict_row) as cursor:
+            with connection.cursor(row_factory=tuple_row if statement.as_tuples else dict_row) as cursor:
                 cursor.execute(statement.text.encode(), statement.params, prepare=False)
                 return cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
@@ -455,7 +459,7 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
         try:
-            async with connection.cursor(row_factory=dict_row) as cursor:
+            async with connection.cursor(row_factory=tuple_row if statement.as_tuples else dict_row) as cursor:
                 await cursor.execute(statement.text.encode(), statement.params, prepare=False)
                 return await cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:

@@ -104,6 +104,13 @@ class Attempt:
         )
 
 
+Taken = tuple[
+    int, str, str, int, str | None, int, int, int, int, int, int, int | None, str | None, list[str] | None
+]
+"""A job as a claim gives it: id, task, queue, priority, payload, attempt, failures, resets, max_attempts, run_at,
+created_at, expires_at, unique_key, tags; times in epoch microseconds, by the database's clock."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A job as the database has it. Times are UTC, by the database's clock."""
@@ -157,6 +164,33 @@ class Job:
             faults=tuple(dict.fromkeys(faults)),
         )
 
+    @classmethod
+    def from_claim(cls, taken: Taken, worker: int, at: int, *, started: bool = True) -> Self:
+        """A job that a worker has just claimed."""
+        payload, readable = _document(taken[4])
+        fits = readable and isinstance(payload, dict)
+        return cls(
+            id=taken[0],
+            task=taken[1],
+            queue=taken[2],
+            priority=taken[3],
+            payload=payload if fits else {},
+            state=State.RUNNING,
+            attempt=taken[5],
+            failures=taken[6],
+            resets=taken[7],
+            max_attempts=taken[8],
+            run_at=_since(taken[9]),
+            created_at=_since(taken[10]),
+            expires_at=None if taken[11] is None else _since(taken[11]),
+            unique_key=taken[12],
+            tags=tuple(taken[13] or ()),
+            worker=worker,
+            claimed_at=_since(at),
+            started_at=_since(at) if started else None,
+            faults=() if fits else ("payload",),
+        )
+
 
 _PLAIN = (
     *("id", "task", "queue", "priority", "attempt", "failures", "resets", "max_attempts"),
@@ -182,6 +216,10 @@ def moment(value: object) -> datetime | None:
         return _EPOCH + timedelta(microseconds=int(seconds * 1_000_000))
     except OverflowError:
         return _LAST if seconds > 0 else _FIRST
+
+
+def _since(microseconds: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=microseconds)
 
 
 def _document(text: str | None) -> tuple[Any, bool]:

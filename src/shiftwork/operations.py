@@ -6,13 +6,14 @@ import dataclasses
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from operator import itemgetter
 
 import msgspec
 
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan, Rows, Wait
 from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, UnknownJob
-from shiftwork.job import Attempt, Job, NewJob, Sent, State
+from shiftwork.job import Attempt, Job, NewJob, Sent, State, Taken
 from shiftwork.outcome import Outcome
 from shiftwork.stores.protocol import Held, Protocol
 
@@ -151,15 +152,30 @@ def run_now(
 class Claimed:
     """What a claim gave: jobs in the order in which they are to run, and its report."""
 
-    jobs: list[Job]
+    worker: int
+    taken: list[Taken]
+    started: int
+    """How many of them, from the first, have begun; the others are fetched ahead."""
+
     number: int
     """The claim's number; 0 if the worker is not alive any more, in the eyes of the database."""
+
+    at: int
+    """When, by the database's clock, in epoch microseconds."""
 
     more: bool
     """Whether there may be more to claim at once."""
 
     next_due_in: float | None
     """Seconds until the next job falls due, if something was left to take."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What was taken, as jobs."""
+        return [
+            Job.from_claim(one, self.worker, self.at, started=place < self.started)
+            for place, one in enumerate(self.taken)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,13 +221,26 @@ def claim(
         request["start"] = start
     if tasks is not None:
         request["tasks"] = sorted(tasks)
-    *rows, last = yield store.claim(request)
-    report = msgspec.json.decode(last["payload"])
-    taken = [(row["queue"], row["priority"], row["place"], row["id"]) for row in rows]
-    cursor.learn(report, taken, began, time.monotonic())
-    rows.sort(key=lambda row: (row["priority"], row["place"], row["id"]))
-    jobs = [Job.from_row(row) for row in rows]
-    return Claimed(jobs, report.get("claim", 0), report["more"], report.get("next_due_in"))
+    *taken, last = yield store.claim(request)
+    report = msgspec.json.decode(last[4])
+    cursor.learn(report, map(_place, taken), began, time.monotonic())
+    taken.sort(key=_turn)
+    if len(queues) > 1:
+        turns = {queue: turn for turn, queue in enumerate(queues)}
+        taken.sort(key=lambda row: turns[row[2]])
+    return Claimed(
+        worker,
+        taken,
+        len(taken) if start is None else min(start, len(taken)),
+        report.get("claim", 0),
+        report.get("at", 0),
+        report["more"],
+        report.get("next_due_in"),
+    )
+
+
+_place = itemgetter(2, 3, 9, 0)  # queue, priority, due time, id
+_turn = itemgetter(3, 9, 0)
 
 
 def start(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:

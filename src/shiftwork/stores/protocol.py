@@ -51,9 +51,13 @@ RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::
 # What workers call. The answer of a claim ends with its report, which has id 0.
 REGISTER = "select shiftwork.register_worker(%s::jsonb) as worker"
 LEAVE = "select shiftwork.leave(%s::bigint) as left"
-CLAIM = (
-    "select <job>, (extract(epoch from run_at) * 1000000)::bigint as place from shiftwork.claim(%s::jsonb)"
-)
+# By position, as `Taken` has it: of every job only what a worker cannot know by itself. Times in epoch microseconds.
+CLAIM = """
+select id, task, queue, priority, payload::text, attempt, failures, resets, max_attempts,
+       (extract(epoch from run_at) * 1000000)::bigint, (extract(epoch from created_at) * 1000000)::bigint,
+       (extract(epoch from expires_at) * 1000000)::bigint, unique_key, nullif(tags, '{}')
+  from shiftwork.claim(%s::jsonb)
+"""
 START = "select id, answer from shiftwork.start(%s::jsonb)"
 SETTLE = "select id, answer, state::text as state from shiftwork.settle(%s::jsonb)"
 RELEASE = "select id, answer from shiftwork.release(%s::jsonb)"
@@ -159,7 +163,7 @@ class Protocol:
 
     def claim(self, request: Mapping[str, object]) -> Statement:
         """Jobs for a worker, and a report."""
-        return self._statement(CLAIM, _text(request))
+        return Statement(self._written(CLAIM), (_text(request),), as_tuples=True)
 
     def start(self, worker: int, held: Held) -> Statement:
         """The code of prefetched jobs is about to begin."""

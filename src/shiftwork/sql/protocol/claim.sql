@@ -7,7 +7,7 @@
 -- the worker knows (left out: all). The first `start` jobs go straight to slots and count as started (left out: all).
 --
 -- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
--- many were taken; whether the worker is still alive in the eyes of the database; whether there may be more; when there
+-- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
 -- is not, the seconds until the next job falls due or a pause ends; which queues are `mixed`, which is to be said of them next time; and
 -- `places`, `due` and `earliest` (of the jobs that became ready with this claim), for a cursor:
 --
@@ -185,7 +185,8 @@ begin
   more := more or wanted <= 0;
 
   report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
-                                       'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted);
+                                       'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted,
+                                       'at', (extract(epoch from present) * 1000000)::bigint);
   if due.promoted > 0 then
     report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from due.earliest) * 1000000)::bigint);
   end if;
