@@ -1,19 +1,24 @@
 """What can be set, in one frozen record; what follows from it is a property, not another option."""
 
+# ruff: noqa: RUF009  -- what _set gives is a field
+
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from shiftwork.errors import ConfigurationError
 
 UNLIMITED = 2_147_483_647
 """What the database reads as "no limit": attempts without end, history kept for ever."""
+
+LONGEST = timedelta(days=3650)
 
 HIDDEN = "(a connection string that is not shown; is its password %-encoded?)"
 
@@ -101,48 +106,273 @@ def mask(dsn: str) -> str:
     return make_conninfo("", **{part: given[part] for part in shown if part in given})
 
 
+# What a setting may be, in words, and the function that takes it from what was written: text, which reads the same
+# in a flag, in the environment and in a file, or the value itself. It raises ValueError if it cannot be that.
+Rule = tuple[str, Callable[[Any], Any]]
+
+
+def whole(least: int, most: int) -> Rule:
+    """A whole number."""
+
+    def take(written: object) -> int:
+        value = int(written) if isinstance(written, str) else written
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError
+        return value
+
+    return f"a whole number from {least:,} to {most:,}", take
+
+
+def length(least: timedelta, most: timedelta) -> Rule:
+    """A duration."""
+
+    def take(written: object) -> timedelta:
+        try:
+            value = parse_duration(written) if isinstance(written, str) else written
+        except ConfigurationError:
+            raise ValueError from None
+        if not isinstance(value, timedelta) or not least <= value <= most:
+            raise ValueError
+        return value
+
+    return f"a duration from {format_duration(least)} to {format_duration(most)}", take
+
+
+def maybe(rule: Rule) -> Rule:
+    """The same, or none."""
+    allowed, take = rule
+
+    def take_it_or_none(written: object) -> object:
+        return None if written is None or written == "none" else take(written)
+
+    return f"{allowed}, or none", take_it_or_none
+
+
+def choice(*choices: str) -> Rule:
+    """One of a few words."""
+
+    def take(written: object) -> str:
+        value = str(written).lower()
+        if value not in choices:
+            raise ValueError
+        return value
+
+    return f"{', '.join(choices[:-1])} or {choices[-1]}", take
+
+
+def switch() -> Rule:
+    """Yes or no."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+    def take(written: object) -> bool:
+        value = words.get(written.lower()) if isinstance(written, str) else written
+        if not isinstance(value, bool):
+            raise ValueError  # noqa: TRY004  -- whoever asks tells it in other words
+        return value
+
+    return "true, false, yes, no, 1 or 0", take
+
+
+def text(allowed: str, fits: Callable[[str], object] = bool) -> Rule:
+    """Text of some form."""
+
+    def take(written: object) -> str:
+        if not isinstance(written, str) or not fits(written):
+            raise ValueError
+        return written
+
+    return allowed, take
+
+
+def weights() -> Rule:
+    """Names in their order, all of them with a weight or none."""
+
+    def take(written: object) -> dict[str, float | None]:
+        found = _named(written)
+        if all(weight is None for weight in found.values()):
+            return found
+        weighed = {name: float(weight) for name, weight in found.items() if not isinstance(weight, bool)}
+        if len(weighed) < len(found) or not all(0 < weight <= 1000 for weight in weighed.values()):
+            raise ValueError
+        return {**weighed}
+
+    return (
+        "names in order (mail,default), or each with a weight above 0, up to 1,000 (mail=3,default=1)",
+        take,
+    )
+
+
+def limits(least: int, most: int) -> Rule:
+    """Names, each with a number."""
+    _, take_one = whole(least, most)
+
+    def take(written: object) -> dict[str, int]:
+        return {name: take_one(limit) for name, limit in _named(written).items()}
+
+    return f"names with whole numbers from {least:,} to {most:,} (mail=5,bulk=1)", take
+
+
+def _named(written: object) -> dict[str, Any]:
+    """Names, and what is said of each, from `a=1,b=2`, from a table or from a list."""
+    pairs: list[tuple[Any, Any]]
+    if isinstance(written, str):
+        parts = [part.partition("=") for part in written.split(",")] if written else []
+        pairs = [(name.strip(), number.strip() if sign else None) for name, sign, number in parts]
+    elif isinstance(written, Mapping):
+        pairs = list(written.items())
+    elif isinstance(written, Sequence):
+        pairs = [(name, None) for name in written]
+    else:
+        raise ValueError  # noqa: TRY004  -- whoever asks tells it in other words
+    if not all(isinstance(name, str) and _is_name(name) for name, _ in pairs):
+        raise ValueError
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
+def _is_name(name: str) -> bool:
+    return name.isprintable() and 0 < len(name.encode(errors="replace")) <= 200
+
+
+def _set(default: Any, rule: Rule, does: str, *, secret: bool = False) -> Any:  # noqa: ANN401
+    about = {"rule": rule, "does": does, "secret": secret}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=about)
+    return field(default=default, repr=not secret, metadata=about)
+
+
+_MOMENT, _SECOND, _HOUR, _DAY = (
+    timedelta(milliseconds=1),
+    timedelta(seconds=1),
+    timedelta(hours=1),
+    timedelta(days=1),
+)
+_DSN = text("a connection string or URL")
+_SCHEMA_NAME = ("a schema name that needs no quotes in SQL", check_schema)
+_WORKER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where the database is, and the few things a client may want otherwise."""
+    """Everything that can be set: where the database is, and how a worker works.
 
-    dsn: str | None = field(default=None, repr=False)
-    """Connection string or URL; None means the embedded server."""
+    Each is a flag of the command, a variable SHIFTWORK_* of the environment and a key of `[tool.shiftwork]` in
+    pyproject.toml, all of one name.
+    """
 
-    listen_dsn: str | None = field(default=None, repr=False)
-    """Where to LISTEN when `dsn` goes through a pooler in transaction mode."""
+    # Where the database is, for everybody.
+    dsn: str | None = _set(None, maybe(_DSN), "the database; none is the embedded server", secret=True)
+    listen_dsn: str | None = _set(
+        None,
+        maybe(_DSN),
+        "where to LISTEN when `dsn` leads through a pooler in transaction mode",
+        secret=True,
+    )
+    schema: str = _set("shiftwork", _SCHEMA_NAME, "the schema that holds the jobs")
+    connect_timeout: timedelta = _set(
+        10 * _SECOND, length(_MOMENT, _HOUR), "how long to wait for a connection"
+    )
 
-    schema: str = "shiftwork"
-    max_connections: int = 10
-    """How many connections one process holds at most, for enqueueing and asking."""
+    # For whoever enqueues and asks.
+    max_connections: int = _set(
+        10, whole(1, 10_000), "how many connections a process holds at most, for enqueueing and asking"
+    )
+    max_payload: int = _set(
+        1 << 20, whole(2, 1 << 30), "how large the arguments of one job may be, in bytes of JSON"
+    )
+    result_poll: timedelta = _set(
+        15 * _SECOND,
+        length(_MOMENT, _DAY),
+        "how often a waiter for a result looks by itself, in case a notification is lost",
+    )
 
-    max_payload: int = 1 << 20
-    """How large the arguments of one job may be, in bytes of JSON."""
+    # What a worker takes, and how much at once.
+    queues: Mapping[str, float | None] = _set(
+        {},
+        weights(),
+        "the queues to serve: in strict order, or by weight; none are those that the tasks name, and `default`",
+    )
+    concurrency: int = _set(10, whole(1, 10_000), "how many jobs run at once")
+    queue_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single queues")
+    task_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single tasks")
+    prefetch: int = _set(0, whole(0, 10_000), "how many jobs to claim ahead of those that run")
+    transactions: int | None = _set(
+        None,
+        maybe(whole(1, 1_000)),
+        "how many connections there are for transactional tasks; none is as many as jobs run at once, up to 10",
+    )
+    unknown_tasks: Literal["leave", "fail"] = _set(
+        "leave",
+        choice("leave", "fail"),
+        "whether jobs of tasks that this app lacks are left to others or failed",
+    )
 
-    connect_timeout: timedelta = timedelta(seconds=10)
-    result_poll: timedelta = timedelta(seconds=15)
-    """How often a waiter looks by itself while it also waits for a notification."""
+    # How it holds, waits and ends.
+    lease: timedelta = _set(
+        30 * _SECOND,
+        length(500 * _MOMENT, _HOUR),
+        "how long its jobs stay its own after it has fallen silent; it renews every third of that",
+    )
+    poll: timedelta = _set(
+        30 * _SECOND, length(100 * _MOMENT, 600 * _SECOND), "how often it looks for jobs without being woken"
+    )
+    notify: bool = _set(True, switch(), "whether it listens for notifications; otherwise it only polls")
+    timeout: timedelta | None = _set(
+        None, maybe(length(_MOMENT, LONGEST)), "how long an attempt may take, where its task says nothing"
+    )
+    grace: timedelta = _set(
+        30 * _SECOND,
+        length(timedelta(), _DAY),
+        "how long running jobs may take to end when it is told to stop",
+    )
+    stop_when_idle: bool = _set(False, switch(), "whether it ends once nothing is left to do")
+    max_jobs: int | None = _set(None, maybe(whole(1, UNLIMITED)), "after how many jobs it ends")
+    max_time: timedelta | None = _set(None, maybe(length(_MOMENT, LONGEST)), "after how long it ends")
+
+    # What is seen of it.
+    name: str = _set(
+        "worker",
+        text("1 to 100 letters, digits, dots, underscores and hyphens", _WORKER_NAME.fullmatch),
+        "what it is called, where workers are listed",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _set(
+        "info", choice("debug", "info", "warning", "error"), "how much it tells"
+    )
+    log_format: Literal["text", "json"] = _set("text", choice("text", "json"), "for people, or for programs")
 
     def __post_init__(self) -> None:
-        check_schema(self.schema)
-        if self.max_connections < 1:
-            raise ConfigurationError(f"max_connections is {self.max_connections}; at least 1 is needed")
-        if self.max_payload < 2:
-            raise ConfigurationError(f"max_payload is {self.max_payload}; even no arguments take 2 bytes")
-        for name in ("connect_timeout", "result_poll"):
-            if getattr(self, name) <= timedelta():
-                raise ConfigurationError(f"{name} must be longer than nothing")
+        for name, known in KNOWN.items():
+            object.__setattr__(self, name, known.read(getattr(self, name), "given"))
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Self:  # noqa: ANN401
-        """What is given, else what SHIFTWORK_* says (and DATABASE_URL for the dsn), else the defaults."""
+    def read(
+        cls,
+        environment: Mapping[str, str] | None = None,
+        *,
+        beside: Path | None = None,
+        **given: Any,  # noqa: ANN401
+    ) -> Self:
+        """What is given, else what SHIFTWORK_* says (and DATABASE_URL for the dsn), else the file, else the defaults.
+
+        The file is the nearest pyproject.toml, from `beside` (the working directory) upwards.
+        """
         environment = os.environ if environment is None else environment
-        chosen = {name: value for name, value in given.items() if value is not None}
-        for known in dataclasses.fields(cls):
-            text = environment.get(f"SHIFTWORK_{known.name.upper()}")
-            if text and known.name not in chosen:
-                chosen[known.name] = _read(f"SHIFTWORK_{known.name.upper()}", text, type(known.default))
-        if environment.get("DATABASE_URL"):
-            chosen.setdefault("dsn", environment["DATABASE_URL"])
+        if unknown := [name for name in given if name not in KNOWN]:
+            raise ConfigurationError(f"there is no setting {unknown[0]!r}{_meant(unknown[0])}")
+        path, filed = _filed(beside)
+        chosen: dict[str, Any] = {}
+        for name, known in KNOWN.items():
+            written = environment.get(known.variable, "").strip()
+            if given.get(name) is not None:
+                chosen[name] = known.read(given[name], "given")
+            elif written:
+                chosen[name] = known.read(written, f"from {known.variable}")
+            elif name == "dsn" and environment.get("DATABASE_URL"):
+                chosen[name] = environment["DATABASE_URL"]
+            elif name in filed:
+                chosen[name] = known.read(filed[name], f"from [tool.shiftwork] in {path}")
         return cls(**chosen)
 
     @property
@@ -150,13 +380,125 @@ class Settings:
         """Where ended jobs are announced while somebody waits for one."""
         return f"{self.schema}_done"
 
+    @property
+    def heartbeat(self) -> timedelta:
+        """How often a lease is renewed: twice it may go wrong, and nothing is lost."""
+        return self.lease / 3
 
-def _read(name: str, text: str, kind: type) -> object:
-    if kind is timedelta:
-        return parse_duration(text)
-    if kind is int:
+    @property
+    def poll_unproven(self) -> timedelta:
+        """How often to look while it is not known that notifications arrive."""
+        return min(self.poll, 5 * _SECOND)
+
+    @property
+    def transaction_connections(self) -> int:
+        """How many connections there are for transactional tasks, and how many of them run at once."""
+        return self.transactions or min(self.concurrency, 10)
+
+    def connections(self, *, transactional: bool = False) -> int:
+        """How many connections a worker holds: to claim, to settle, for its lease, to listen, and for transactions.
+
+        However many jobs run at once; the last kind only if its app has transactional tasks.
+        """
+        return 3 + self.notify + (self.transaction_connections if transactional else 0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that can be set: what it may be, and what it does."""
+
+    name: str
+    default: Any
+    rule: Rule
+    does: str
+    secret: bool
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words."""
+        return self.rule[0]
+
+    @property
+    def flag(self) -> str:
+        """What it is called on the command line."""
+        dashed = self.name.replace("_", "-")
+        return f"--{dashed}/--no-{dashed}" if self.default is True else f"--{dashed}"
+
+    @property
+    def variable(self) -> str:
+        """What it is called in the environment."""
+        return f"SHIFTWORK_{self.name.upper()}"
+
+    def read(self, written: object, origin: str) -> Any:  # noqa: ANN401
+        """The value; refused, with what it may be, if it cannot be that."""
+        _, take = self.rule
         try:
-            return int(text)
-        except ValueError:
-            raise ConfigurationError(f"{name} is {text!r}; it must be a whole number") from None
-    return text
+            return take(written.strip() if isinstance(written, str) else written)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.name} ({origin}): {error}") from None
+        except (ValueError, TypeError, OverflowError):
+            shown = "something that is not shown" if self.secret else repr(written)
+            raise ConfigurationError(
+                f"{self.name} is {shown} ({origin}); it must be {self.allowed}"
+            ) from None
+
+
+KNOWN: Mapping[str, Setting] = {
+    known.name: Setting(
+        known.name,
+        {} if known.default is dataclasses.MISSING else known.default,
+        known.metadata["rule"],
+        known.metadata["does"],
+        known.metadata["secret"],
+    )
+    for known in dataclasses.fields(Settings)
+}
+"""Every setting by its name."""
+
+
+def _filed(beside: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
+    """The nearest pyproject.toml, and what it says to us."""
+    try:
+        start = Path.cwd() if beside is None else beside.absolute()
+    except OSError:
+        return None, {}  # the working directory has been removed
+    for directory in (start, *start.parents):
+        path = directory / "pyproject.toml"
+        try:
+            written = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+        return path, _table(path, written)
+    return None, {}
+
+
+def _table(path: Path, written: bytes) -> Mapping[str, Any]:
+    """What a file has under [tool.shiftwork]."""
+    if b"shiftwork" not in written:
+        return {}  # most files say nothing to us, and reading TOML takes a while
+    import tomllib  # noqa: PLC0415
+
+    try:
+        document = tomllib.loads(written.decode())
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+    tool = document.get("tool", {})
+    ours = tool.get("shiftwork", {}) if isinstance(tool, dict) else {}
+    if not isinstance(ours, dict):
+        raise ConfigurationError(f"tool.shiftwork in {path} is not a table; write [tool.shiftwork]")
+    for key in ours:
+        if key not in KNOWN:
+            raise ConfigurationError(
+                f"{path}: [tool.shiftwork] has a key {key!r}, and there is no such setting{_meant(key)}"
+            )
+    return ours
+
+
+def _meant(name: str) -> str:
+    """Which setting was probably meant."""
+    import difflib  # noqa: PLC0415  -- only for who made a mistake
+
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), KNOWN, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(sorted(KNOWN))}"
