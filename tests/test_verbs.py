@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from shiftwork import App, operations
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan
-from shiftwork.errors import FenceLost, Poison
-from shiftwork.job import Job, State
+from shiftwork.errors import FenceLost, Poison, Snooze
+from shiftwork.job import Job, NewJob, State
 from shiftwork.outcome import Raised, Returned, decide
 from shiftwork.retry import Retry
 
@@ -85,6 +86,32 @@ def test_a_retry_a_release_and_a_poisonous_job_end_as_they_should(app: App, perf
     assert perform(operations.promote(store)) == 1
     ready = perform(operations.claim(store, worker, {"default": None}, 10)).jobs
     assert [(job.id, job.attempt, job.failures) for job in ready] == [(back, 2, 0), (again, 2, 1)]
+
+
+def test_outcomes_encoded_once_carry_jobs_and_what_is_refused_says_why(app: App, perform: Perform) -> None:
+    store, _ = app.client.store, enqueued(app, "a", "b", "c")
+    worker = perform(operations.register(store))
+    done, bad, cancelled = perform(operations.claim(store, worker, {"default": None}, 3)).jobs
+    app.cancel([cancelled.id])
+    outcomes = [
+        operations.encode_outcome(
+            decide(done, Returned(None), Retry()),
+            [app.find("greet").job("Eve"), app.find("greet").job("Bob")],
+        ),
+        operations.encode_outcome(
+            decide(bad, Returned(1), Retry()), [NewJob(task="", payload=msgspec.Raw(b"{}"))]
+        ),
+        operations.encode_outcome(decide(cancelled, Raised(Snooze(timedelta(hours=1))), Retry())),
+    ]
+    settled = perform(operations.settle_encoded(store, worker, outcomes))
+    assert settled.answers == {done.id: "settled", bad.id: "refused", cancelled.id: "settled"}
+    assert settled.states == {State.COMPLETED: [done.id], State.CANCELLED: [cancelled.id]}
+    assert "task_name" in settled.problems.pop(bad.id)
+    assert settled.problems == {}
+    more = perform(operations.claim(store, worker, {"default": None}, 10)).jobs
+    assert [job.payload["name"] for job in more] == ["Eve", "Bob"]
+    assert perform(operations.settle_encoded(store, worker, outcomes[:1])).answers == {done.id: "already"}
+    assert perform(operations.settle_encoded(store, worker, [])).answers == {}
 
 
 def test_prefetched_jobs_are_started_and_what_is_lost_is_told(app: App, perform: Perform) -> None:

@@ -249,26 +249,67 @@ def start(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
     return {row["id"]: row["answer"] for row in rows}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a batch of outcomes."""
+
+    answers: dict[int, str]
+    """Settled, already, lost, busy or refused, for each."""
+
+    states: dict[State, list[int]]
+    """Where those that were settled are now; not always where their outcome said."""
+
+    problems: dict[int, str]
+    """Why those that were refused cannot be written."""
+
+
 def settle(store: Protocol, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[int, str]]:
     """Write how attempts ended: settled, already, lost, busy or refused, for each."""
-    rows = yield store.settle(worker, [_told(outcome) for outcome in outcomes])
-    return {row["id"]: row["answer"] for row in rows}
+    settled = yield from settle_encoded(store, worker, [encode_outcome(outcome) for outcome in outcomes])
+    return settled.answers
 
 
-def _told(outcome: Outcome) -> dict[str, object]:
-    told: dict[str, object] = {
-        "id": outcome.job.id,
-        "attempt": outcome.job.attempt,
-        "state": outcome.state.value,
-        "failure": outcome.counts,
-    }
-    if outcome.result is not None:
-        told["result"] = msgspec.Raw(outcome.result)
-    if outcome.error is not None:
-        told["error"] = outcome.error
-    if outcome.delay is not None:
-        told["delay"] = outcome.delay.total_seconds()
-    return told
+def settle_encoded(store: Protocol, worker: int, outcomes: Sequence[bytes]) -> Plan[Settled]:
+    """Write how attempts ended, for outcomes that are encoded already, and so can be sent again as they are."""
+    rows = yield store.settle(worker, outcomes)
+    settled = Settled({}, {}, {})
+    for row in rows:
+        ids = msgspec.json.decode(row["ids"], type=list[int])
+        settled.answers.update(dict.fromkeys(ids, row["answer"]))
+        if row["state"] is not None:
+            settled.states[State(row["state"])] = ids
+        if row["problem"] is not None:
+            settled.problems.update(dict.fromkeys(ids, row["problem"]))
+    return settled
+
+
+class _Told(msgspec.Struct, omit_defaults=True, gc=False):
+    """An outcome as `shiftwork.settle` takes it."""
+
+    id: int
+    attempt: int
+    state: str
+    failure: bool
+    result: msgspec.Raw | None = None
+    error: dict[str, str] | None = None
+    delay: float | None = None
+    jobs: Sequence[NewJob[object]] | None = None
+
+
+def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> bytes:
+    """An outcome for `settle_encoded`; `jobs` are enqueued with it, if it completes."""
+    return _encoder.encode(
+        _Told(
+            outcome.job.id,
+            outcome.job.attempt,
+            outcome.state.value,
+            outcome.counts,
+            None if outcome.result is None else msgspec.Raw(outcome.result),
+            outcome.error,
+            None if outcome.delay is None else outcome.delay.total_seconds(),
+            jobs or None,
+        )
+    )
 
 
 def release(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:

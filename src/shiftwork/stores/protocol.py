@@ -59,12 +59,19 @@ select id, task, queue, priority, payload::text, attempt, failures, resets, max_
   from shiftwork.claim(%s::jsonb)
 """
 START = "select id, answer from shiftwork.start(%s::jsonb)"
-SETTLE = "select id, answer, state::text as state from shiftwork.settle(%s::jsonb)"
+SETTLE = (
+    "select answer, state::text as state, problem, json_agg(id)::text as ids"
+    " from shiftwork.settle(%s::jsonb) group by answer, state, problem"
+)
 RELEASE = "select id, answer from shiftwork.release(%s::jsonb)"
 HEARTBEAT = "select shiftwork.heartbeat(%s::jsonb)::text as answer"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
+OPEN_TRANSACTION = "begin; select shiftwork.fence(%s, %s); savepoint handler"
+CLOSE_TRANSACTION = "release savepoint handler; select shiftwork.conclude(%s); commit"
+CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
+SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
 
 # What people steer with.
@@ -103,6 +110,12 @@ Held = Sequence[tuple[int, int]]
 
 def _text(document: Mapping[str, object]) -> str:
     return msgspec.json.encode(document).decode()
+
+
+def _outcomes(worker: int, outcomes: Sequence[bytes]) -> str:
+    told = b",".join(outcomes).decode()
+    carrying = "true" if '"jobs"' in told else "false"  # sooner found here than there
+    return f'{{"worker":{worker:d},"carrying":{carrying},"outcomes":[{told}]}}'
 
 
 class Protocol:
@@ -169,9 +182,9 @@ class Protocol:
         """The code of prefetched jobs is about to begin."""
         return self._statement(START, _text({"worker": worker, "held": held}))
 
-    def settle(self, worker: int, outcomes: Sequence[Mapping[str, object]]) -> Statement:
-        """How attempts ended."""
-        return self._statement(SETTLE, _text({"worker": worker, "outcomes": outcomes}))
+    def settle(self, worker: int, outcomes: Sequence[bytes]) -> Statement:
+        """How attempts ended, each outcome as JSON; one row for those with the same answer."""
+        return self._statement(SETTLE, _outcomes(worker, outcomes))
 
     def release(self, worker: int, held: Held) -> Statement:
         """Give jobs back, with nothing counted."""
@@ -192,6 +205,23 @@ class Protocol:
     def expire(self, most: int) -> Statement:
         """End jobs that nobody started in time."""
         return self._statement(EXPIRE, most)
+
+    def open_transaction(self, job: int, attempt: int) -> Statement:
+        """Begin the transaction of a job, whose row stays locked until its end."""
+        return self._statement(OPEN_TRANSACTION, job, attempt)
+
+    def close_transaction(self, worker: int, outcome: bytes, *, undo: bool) -> Statement:
+        """Write how the job ended, and commit, with what its handler did or without."""
+        text = f"rollback to savepoint handler; {CLOSE_TRANSACTION}" if undo else CLOSE_TRANSACTION
+        return self._statement(text, _outcomes(worker, [outcome]))
+
+    def conclude(self, worker: int, outcome: bytes) -> Statement:
+        """Write how a job ended, or fail, in the caller's transaction."""
+        return self._statement(CONCLUDE, _outcomes(worker, [outcome]))
+
+    def sleep(self, seconds: float) -> Statement:
+        """Let inserts notify for so long; says which transactions were inserting already."""
+        return self._look(SLEEP, seconds)
 
     def fence(self, job: int, attempt: int) -> Statement:
         """Go on only if this attempt holds its job; until the transaction ends, it keeps it."""

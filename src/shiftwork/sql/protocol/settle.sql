@@ -1,3 +1,12 @@
+-- Where it was installed before it could tell a problem, it is made anew.
+do $$
+begin
+  if to_regprocedure('shiftwork.settle(jsonb)') is not null and not exists (
+       select from pg_catalog.pg_proc where oid = to_regprocedure('shiftwork.settle(jsonb)') and 'problem' = any(proargnames)) then
+    drop function shiftwork.settle(jsonb);
+  end if;
+end $$;
+
 -- Settle: how attempts ended, as a batch, each under its fence.
 --
 -- request: {"worker": 17, "outcomes": [{"id": 1, "attempt": 1, "state": "completed", "result": 42},
@@ -7,10 +16,14 @@
 -- land at or after the start deadline becomes failed. Scheduled without one is a snooze, and counts nothing ("failure": false
 -- makes a snooze of one that tells a cause). Where cancelling was asked for, a job that would run again is cancelled.
 --
+-- A completed outcome may carry "jobs": [what enqueue_many takes, …]. They are enqueued with it if it is settled now, and so
+-- once. What another ending carries is dropped. ("carrying": false in the request says that none does, and saves looking.)
+--
 -- Answers for each: settled; already (this very outcome was written before: the answer was lost on the wire); lost (the job is
 -- not this worker's attempt any more: the result is dropped); busy (its row is locked: try again); refused (it cannot be
--- written). Of several outcomes for one job in a batch, one counts.
-create or replace function shiftwork.settle(request jsonb) returns table (id bigint, answer text, state shiftwork.job_state)
+-- written, or what it carries cannot be enqueued; `problem` says why). Of several outcomes for one job in a batch, one counts.
+create or replace function shiftwork.settle(request jsonb)
+returns table (id bigint, answer text, state shiftwork.job_state, problem text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
@@ -18,7 +31,8 @@ declare
   present constant timestamptz := shiftwork.clock();
   today constant date := shiftwork.today();
   holder constant bigint := request ->> 'worker';
-  many constant int := jsonb_array_length(request -> 'outcomes');
+  carrying constant boolean := coalesce((request ->> 'carrying')::boolean, jsonb_path_exists(request, '$.outcomes[*].jobs'));
+  many int;
   -- What few batches need is looked for once: cancel requests, and queues with a retention of their own.
   asked boolean;
   ruled boolean;
@@ -27,9 +41,18 @@ declare
   endings shiftwork.job_state[];
   again bigint[];
   gone bigint;
+  carried jsonb;
   outcome jsonb;
-  problem text;
 begin
+  if carrying then
+    -- What is said twice about an attempt is heard once, so that what is enqueued belongs to what is written.
+    request := jsonb_set(request, '{outcomes}', (
+      select jsonb_agg(first.value order by first.ordinality)
+        from (select distinct on (one.value ->> 'id', one.value ->> 'attempt') one.value, one.ordinality
+                from jsonb_array_elements(request -> 'outcomes') with ordinality as one
+               order by one.value ->> 'id', one.value ->> 'attempt', one.ordinality) as first));
+  end if;
+  many := jsonb_array_length(request -> 'outcomes');
   select exists (select from shiftwork.signals), exists (select from shiftwork.queues where name <> '*') into asked, ruled;
   select shiftwork.forget_on(every.keep_completed, today) as completed, shiftwork.forget_on(every.keep_failed, today) as failed,
          shiftwork.forget_on(every.keep_cancelled, today) as cancelled
@@ -78,6 +101,13 @@ begin
        where job.id = any(finished) and told.counts and told.state <> 'completed'
       on conflict (job, attempt) do nothing;
     end if;
+    if carrying then
+      select jsonb_agg(follower.value order by one.ordinality, follower.ordinality) into carried
+        from jsonb_array_elements(request -> 'outcomes') with ordinality as one
+        join shiftwork.jobs as job on job.id = (one.value ->> 'id')::bigint and job.attempt = (one.value ->> 'attempt')::int
+             cross join lateral jsonb_array_elements(nullif(one.value -> 'jobs', 'null')) with ordinality as follower
+       where job.id = any(finished) and one.value ->> 'state' = 'completed';
+    end if;
     delete from shiftwork.jobs as job where job.id = any(finished);
     get diagnostics gone = row_count;
     if gone < cardinality(finished) then
@@ -111,6 +141,11 @@ begin
       )
       select array_agg(moved.id) into again from moved;
     end if;
+
+    -- Last, since it may wait for others who enqueue the same keys; and the keys of those that ended are free by now.
+    if carried is not null then
+      perform shiftwork.enqueue_many(carried);
+    end if;
   exception when others then
     if shiftwork.will_pass(sqlstate) then
       raise;
@@ -139,13 +174,15 @@ begin
   if again is not null and shiftwork.is_declared('shiftwork.asleep_until') then
     perform shiftwork.wake(array(select distinct job.queue::text from shiftwork.jobs as job where job.id = any(again)));
   end if;
-  return query select one.id, 'settled'::text, one.state from unnest(finished, endings) as one (id, state);
+  return query select one.id, 'settled'::text, one.state, null::text from unnest(finished, endings) as one (id, state);
   if coalesce(cardinality(finished), 0) < many then
     return query
     select distinct told.id,
            case when told.id = any(again) then 'settled'
                 else shiftwork.unsettled_answer(holder, told.id, told.attempt, told.state) end,
-           case when told.id = any(again) then 'scheduled' end::shiftwork.job_state
+           case when told.id = any(again) then 'scheduled' end::shiftwork.job_state,
+           case when told.state in ('completed', 'failed', 'cancelled', 'scheduled') is not true
+                then format('"%s" is no way for an attempt to end', left(told.state, 100)) end
       from shiftwork.told(request) as told
      where told.id <> all(coalesce(finished, '{}'));
   end if;
