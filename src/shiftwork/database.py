@@ -199,8 +199,8 @@ def commits_each(connection: object) -> bool:
 # Connections of ours.
 
 
-def _conninfo(dsn: str, settings: Settings) -> str:
-    """The caller's connection string, with what it leaves open filled in."""
+def _conninfo(dsn: str, settings: Settings, name: str | None) -> str:
+    """The caller's connection string, with what it leaves open filled in; a worker's session has a name to be found by."""
     try:
         given = conninfo_to_dict(dsn)
     except (psycopg.Error, UnicodeError):  # which may quote a part of the password
@@ -217,6 +217,10 @@ def _conninfo(dsn: str, settings: Settings) -> str:
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
     }
+    if name is not None:
+        given["application_name"] = name
+        patience = max(2, round(settings.lease.total_seconds()))  # a half-open line is noticed within a lease
+        ours |= {"keepalives_idle": patience, "keepalives_interval": max(1, patience // 3), "tcp_user_timeout": patience * 1000}
     return make_conninfo("", **{**ours, **given})
 
 
@@ -239,11 +243,17 @@ def _dsn(settings: Settings) -> str:
     return settings.dsn
 
 
-def connect(settings: Settings, dsn: str | None = None) -> Connection[Any]:
+def connect(
+    settings: Settings,
+    dsn: str | None = None,
+    *,
+    name: str | None = None,
+    kind: type[Connection[Any]] = Connection,
+) -> Connection[Any]:
     """A new connection in autocommit, or a clear error."""
     dsn = dsn or _dsn(settings)
     try:
-        connection = Connection.connect(_conninfo(dsn, settings), autocommit=True, prepare_threshold=None)
+        connection = kind.connect(_conninfo(dsn, settings, name), autocommit=True, prepare_threshold=None)
     except psycopg.Error as error:
         raise _unreachable(error, dsn) from None
     except UnicodeError as error:
@@ -252,12 +262,18 @@ def connect(settings: Settings, dsn: str | None = None) -> Connection[Any]:
     return connection
 
 
-async def aconnect(settings: Settings, dsn: str | None = None) -> AsyncConnection[Any]:
+async def aconnect(
+    settings: Settings,
+    dsn: str | None = None,
+    *,
+    name: str | None = None,
+    kind: type[AsyncConnection[Any]] = AsyncConnection,
+) -> AsyncConnection[Any]:
     """A new connection in autocommit, or a clear error."""
     dsn = dsn or _dsn(settings)
     try:
-        connection = await AsyncConnection.connect(
-            _conninfo(dsn, settings), autocommit=True, prepare_threshold=None
+        connection = await kind.connect(
+            _conninfo(dsn, settings, name), autocommit=True, prepare_threshold=None
         )
     except psycopg.Error as error:
         raise _unreachable(error, dsn) from None

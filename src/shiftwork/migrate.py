@@ -21,7 +21,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from shiftwork.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
+from shiftwork.errors import ConfigurationError, SchemaTooNew
 from shiftwork.settings import check_schema
 
 PROTOCOL = 1
@@ -152,16 +152,6 @@ def migrate(
             _run(cursor, roles(), schema)
             done.append("granted the roles")
     return done
-
-
-def require(connection: psycopg.Connection[Any], schema: str = "shiftwork") -> None:
-    """Refuse a database whose protocol is older than ours; a newer one serves older clients."""
-    check_schema(schema)
-    with connection.cursor(row_factory=tuple_row) as cursor:
-        installed, _, _ = _installed(cursor, schema)
-    if installed < PROTOCOL:
-        what = f"protocol {installed} is installed" if installed else "nothing is installed"
-        raise SchemaTooOld(f"in schema {schema!r} {what}, and {PROTOCOL} is needed: run `shiftwork migrate`")
 
 
 def _apply(connection: psycopg.Connection[Any], schema: str) -> Iterator[Migration]:

@@ -1,0 +1,155 @@
+"""What happens in a worker, as values. Whoever wants to know subscribes; looking on changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Something that happened."""
+
+
+class WorkerStarted(Event, frozen=True):
+    """A worker is registered and begins to claim."""
+
+    worker: int
+    label: str
+    queues: tuple[str, ...]
+    tasks: tuple[str, ...]
+    concurrency: int
+    connections: int
+
+
+class WorkerStopping(Event, frozen=True):
+    """A worker claims no more; it waits for what runs."""
+
+    worker: int
+    why: str
+    running: int
+
+
+class WorkerStopped(Event, frozen=True):
+    """A worker has let its lease go."""
+
+    worker: int
+    clean: bool
+    jobs: int
+    abandoned: int
+
+
+class JobBegan(Event, frozen=True):
+    """A handler is about to be called."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+
+
+class JobEnded(Event, frozen=True):
+    """An outcome has been written."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    state: str
+    seconds: float
+    error: Mapping[str, Any] | None = None
+    delay: float | None = None
+    """Seconds until it runs again, if it does."""
+
+
+class JobStopped(Event, frozen=True):
+    """A handler was told to stop."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    why: str
+    reason: str
+
+
+class JobLost(Event, frozen=True):
+    """An attempt does not hold its job any more; what it did is dropped."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    why: str
+
+
+class JobReleased(Event, frozen=True):
+    """A job was given back, with nothing counted against it."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    why: str
+
+
+class JobRefused(Event, frozen=True):
+    """An outcome cannot be written as it is."""
+
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    state: str
+
+
+class StraysReleased(Event, frozen=True):
+    """Jobs were ours without our knowing, since an answer was lost; they have been given back."""
+
+    jobs: tuple[int, ...]
+
+
+class Reaped(Event, frozen=True):
+    """Jobs were taken from workers that fell silent."""
+
+    jobs: Mapping[int, str]
+
+
+class LeaseLapsing(Event, frozen=True):
+    """The lease could not be renewed in time; all handlers are told to stop."""
+
+    worker: int
+    running: int
+
+
+class LeaseLost(Event, frozen=True):
+    """This worker was given up by the others; it registers anew."""
+
+    worker: int
+
+
+class DatabaseAway(Event, frozen=True):
+    """One of the worker's connections cannot do its work."""
+
+    part: str
+    error: str
+
+
+class DatabaseBack(Event, frozen=True):
+    """It can again."""
+
+    part: str
+
+
+class ListenerProven(Event, frozen=True):
+    """Notifications arrive."""
+
+
+class ListenerDeaf(Event, frozen=True):
+    """Notifications do not arrive; work is found by polling."""
+
+    error: str
+
+
+Subscriber = Callable[[Event], None]

@@ -1,0 +1,171 @@
+"""Log lines: what happens in a worker, told to people or, as JSON, to programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from shiftwork import events
+from shiftwork.events import Event
+from shiftwork.worker.run import current
+
+log = logging.getLogger("shiftwork.worker")
+
+_CONTROL = {number: f"\\x{number:02x}" for number in (*range(32), 127, *range(128, 160))}
+_CONTROL |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}")
+
+
+def one_line(text: object) -> str:
+    """Text that cannot break out of its line, nor steer a terminal."""
+    return str(text).translate(_CONTROL)
+
+
+class Telling:
+    """Renders events as log records; a job's carry its id, task, queue and attempt."""
+
+    def __init__(self, logger: logging.Logger = log) -> None:
+        self._logger = logger
+
+    def __call__(self, event: Event) -> None:
+        level, words = _words(event)
+        logger = self._logger
+        if words is None or not logger.isEnabledFor(level):
+            return
+        record = logging.LogRecord(logger.name, level, "", 0, words, None, None)
+        record.event = event
+        logger.handle(record)
+
+
+def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
+    match event:
+        case events.JobEnded(job, task, queue, attempt, state, seconds, error, delay):
+            return _ended(
+                f"job {job} {task} (queue {queue}, attempt {attempt})", state, seconds, error, delay
+            )
+        case events.JobBegan(job, task, queue, attempt):
+            return logging.DEBUG, f"job {job} {task} (queue {queue}, attempt {attempt}) began"
+        case events.JobStopped(job, task, queue, attempt, why, reason):
+            told = f": {reason}" if reason else ""
+            return (
+                logging.WARNING,
+                f"job {job} {task} (queue {queue}, attempt {attempt}) is told to stop, {why}{told}",
+            )
+        case events.JobLost(job, task, queue, attempt, why):
+            return logging.WARNING, (
+                f"job {job} {task} (queue {queue}, attempt {attempt}) was lost ({why}); its result is dropped"
+            )
+        case events.JobReleased(job, task, queue, attempt, why):
+            return logging.INFO, f"job {job} {task} (queue {queue}, attempt {attempt}) is given back ({why})"
+        case events.JobRefused(job, task, queue, attempt, state):
+            return logging.ERROR, (
+                f"job {job} {task} (queue {queue}, attempt {attempt}): the database refuses its outcome, {state}"
+            )
+        case events.WorkerStarted(worker, label, queues, tasks, concurrency, connections):
+            return logging.INFO, (
+                f"worker {worker} ({label}) serves {', '.join(queues)}: {_many(len(tasks), 'task')}, "
+                f"{_many(concurrency, 'job')} at once, {connections} connections"
+            )
+        case events.WorkerStopping(worker, why, running):
+            return logging.INFO, f"worker {worker} stops ({why}); {_many(running, 'job')} still running"
+        case events.WorkerStopped(worker, clean, jobs, abandoned):
+            rest = "" if clean else f", {_many(abandoned, 'job')} left behind"
+            return logging.INFO if clean else logging.WARNING, (
+                f"worker {worker} has stopped after {_many(jobs, 'job')}{rest}"
+            )
+        case events.Reaped(jobs):
+            shown = ", ".join(f"{job} is {answer}" for job, answer in list(jobs.items())[:10])
+            return logging.WARNING, f"{_many(len(jobs), 'job')} taken from workers that fell silent: {shown}"
+        case events.StraysReleased(jobs):
+            return logging.WARNING, (
+                f"{_many(len(jobs), 'job')} given back whose claim had no answer: {', '.join(map(str, jobs[:10]))}"
+            )
+        case events.LeaseLapsing(worker, running):
+            return logging.ERROR, (
+                f"worker {worker} could not renew its lease in time; {_many(running, 'handler')} told to stop"
+            )
+        case events.LeaseLost(worker):
+            return logging.ERROR, f"worker {worker} was given up by the others; it registers anew"
+        case events.DatabaseAway(part, error):
+            return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
+        case events.DatabaseBack(part):
+            return logging.INFO, f"{part} goes on"
+        case events.ListenerProven():
+            return logging.DEBUG, "notifications arrive"
+        case events.ListenerDeaf(error):
+            told = f": {error}" if error else ""
+            return logging.WARNING, f"notifications do not arrive, work is found by polling{told}"
+    return logging.DEBUG, None
+
+
+def _ended(
+    job: str,
+    state: str,
+    seconds: float,
+    error: Any,
+    delay: float | None,  # noqa: ANN401
+) -> tuple[int, str]:
+    if state == "completed":
+        return logging.INFO, f"{job} completed in {_took(seconds)}"
+    why = f": {error.get('code')}: {error.get('message')}" if error else ""
+    if state == "scheduled":
+        level = logging.WARNING if error else logging.INFO
+        return level, f"{job} will run again in {delay or 0:.1f} s{why}"
+    return logging.ERROR if state == "failed" else logging.INFO, f"{job} {state} after {_took(seconds)}{why}"
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people: when, how grave, what; lines of a handler say of which job."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        words = one_line(record.getMessage())
+        run = None if hasattr(record, "event") else current.get(None)
+        about = f"job {run.id} {one_line(run.name)}: " if run else ""
+        line = f"{when}.{int(record.msecs):03d} {record.levelname:<7} {about}{words}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """A line for programs: one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        event = getattr(record, "event", None)
+        if event is not None:
+            line |= {"event": type(event).__name__, **msgspec.to_builtins(event, str_keys=True)}
+            line.pop("type", None)
+            if isinstance(error := line.get("error"), dict):
+                line["error"] = {name: error[name] for name in ("code", "type", "message") if name in error}
+        elif run := current.get(None):
+            line |= {"job": run.id, "task": run.name, "queue": run.queue, "attempt": run.attempt}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up(level: str, form: str) -> None:
+    """Log to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())

@@ -1,0 +1,122 @@
+"""What a worker may claim, and how much of it: tasks without a limit together, those with one apart.
+
+Each lane has a cursor of its own, since a place in a queue is only good for the tasks that were looked for. The lanes take
+turns at being first, so that a busy one does not starve the others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shiftwork.cursor import Cursor
+from shiftwork.settings import Settings
+from shiftwork.worker.run import Run, Task
+
+FREELY = 1 << 30
+
+
+@dataclass(eq=False)
+class Limit:
+    """So many at once, on this worker."""
+
+    most: int
+    taken: int = 0
+
+    @property
+    def left(self) -> int:
+        """How many more."""
+        return self.most - self.taken
+
+
+@dataclass(eq=False)
+class Lane:
+    """Tasks that are claimed together."""
+
+    tasks: frozenset[str] | None
+    """None: whatever there is."""
+
+    limits: tuple[Limit, ...] = ()
+    cursor: Cursor = field(default_factory=Cursor)
+
+    @property
+    def left(self) -> int:
+        """How many more may run."""
+        return min((limit.left for limit in self.limits), default=FREELY)
+
+
+class Lanes:
+    """All lanes of a worker, and what it runs in each."""
+
+    def __init__(
+        self, settings: Settings, tasks: Mapping[str, Task], queues: Mapping[str, float | None]
+    ) -> None:
+        self._queues = queues
+        self._queue_limits = settings.queue_concurrency
+        self._in_queue: Counter[str] = Counter()
+        sessions = Limit(settings.transaction_connections)
+        limited: dict[str, Lane] = {}
+        sharing: set[str] = set()
+        for name, task in tasks.items():
+            limits = []
+            if (most := settings.task_concurrency.get(name, task.concurrency)) is not None:
+                limits.append(Limit(most))
+            if task.transaction:
+                limits.append(sessions)
+                if most is None:
+                    sharing.add(name)
+                    continue
+            if limits:
+                limited[name] = Lane(frozenset({name}), tuple(limits))
+        free = frozenset(tasks) - limited.keys() - sharing
+        shared = Lane(frozenset(sharing), (sessions,))
+        unlimited = Lane(None if settings.unknown_tasks == "fail" and not (limited or sharing) else free)
+        self._of = limited | dict.fromkeys(sharing, shared)
+        self.all = [
+            lane for lane in (unlimited, shared, *limited.values()) if lane.tasks is None or lane.tasks
+        ]
+
+    def in_turn(self) -> list[Lane]:
+        """The lanes, another one first each time."""
+        self.all.append(self.all.pop(0))
+        return list(self.all)
+
+    def wish(self) -> dict[str, int | None]:
+        """The queues in the order in which they are served now, each with how many it may still have."""
+        names: Iterable[str] = self._queues
+        if any(weight is not None for weight in self._queues.values()):
+            names = sorted(names, key=self._draw, reverse=True)
+        wish: dict[str, int | None] = {}
+        for name in names:
+            most = self._queue_limits.get(name)
+            left = None if most is None else most - self._in_queue[name]
+            if left is None or left > 0:
+                wish[name] = left
+        return wish
+
+    def _draw(self, queue: str) -> float:
+        return math.log(random.random()) / (self._queues[queue] or 1.0)  # noqa: S311  -- fair, not secret
+
+    def take(self, run: Run) -> None:
+        """One more runs."""
+        if lane := self._of.get(run.name):
+            for limit in lane.limits:
+                limit.taken += 1
+        if self._queue_limits:
+            self._in_queue[run.queue] += 1
+
+    def leave(self, run: Run) -> None:
+        """One less runs."""
+        if lane := self._of.get(run.name):
+            for limit in lane.limits:
+                limit.taken -= 1
+        if self._queue_limits:
+            self._in_queue[run.queue] -= 1
+
+    def look(self) -> None:
+        """Let every lane look from the start next time."""
+        for lane in self.all:
+            lane.cursor.look()

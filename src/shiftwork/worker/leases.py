@@ -1,0 +1,197 @@
+"""Holding on to jobs: one lease for all of them, renewed from a thread of its own.
+
+The database is the judge of who holds a job. Three things follow. The worker renews its lease every third of it, on a
+thread, an event loop and a connection that nothing else uses, so neither a handler that blocks nor a pool that is empty
+can make it look dead. It compares, with every beat, what it holds with what the database thinks: what was lost or is to
+be cancelled comes back with the answer, and rows that it does not know of (a claim's answer was lost on the wire) are
+given back there. And it does not trust its luck: when it could not renew for three quarters of the lease it tells its
+handlers to stop, while it still holds their jobs; the time is counted from before the last renewal was sent, by a clock
+that goes on while the machine is suspended.
+
+When a part fails: a beat that gets no answer is given up when the handlers have to be told, its connection dropped, and
+the next tried on a new one. A beat that comes too late finds the worker given up; then everything it held is lost, and it
+registers anew. A claim that got no answer may have taken jobs: nothing is claimed until a beat has found them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from shiftwork import operations
+from shiftwork.errors import DatabaseError, ShiftworkError
+from shiftwork.operations import Pulse
+from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.line import Line
+from shiftwork.worker.run import Run
+
+TOO_LATE = 0.75
+"""The part of a lease after which handlers are told, if it could not be renewed."""
+
+AGAIN = 0.1
+"""The part of a lease after which a beat that failed is tried again."""
+
+Held = dict[int, Run]
+
+
+def through_suspend() -> float:
+    """Seconds of a clock that does not stop while the machine sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class Leases:
+    """Renews the lease of a worker; what it learns is passed on to the event loop of the worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Protocol,
+        holding: Held,
+        *,
+        pulse: Callable[[Pulse, Held], None],
+        lapse: Callable[[], None],
+        silence: Callable[[ShiftworkError | None], None],
+        revive: Callable[[], None] | None = None,
+    ) -> None:
+        self.worker = 0
+        self.answered = 0
+        """The last claim that had an answer."""
+
+        self._settings = settings
+        self._store = store
+        self._holding = holding
+        self._pulse = pulse
+        self._lapse = lapse
+        self._silence = silence
+        self._line = Line(settings, lambda: f"shiftwork {self.worker}", revive)
+        self._seen = 0
+        self._renewed = 0.0
+        self._lapsed = False
+        self._silent = False
+        self._asked: list[Future[bool]] = []
+        self._home: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._nudged: asyncio.Event | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the lease is."""
+        return self._settings.lease.total_seconds()
+
+    def begin(self, worker: int, sent: float) -> None:
+        """Hold the lease of a worker that was registered when the clock showed `sent`."""
+        self._home = asyncio.get_running_loop()
+        self.worker, self._renewed, self._seen, self._lapsed = worker, sent, 0, False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._live, name="shiftwork-lease", daemon=True)
+            self._thread.start()
+        else:
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Beat now: there may be news."""
+        if self._loop is not None and self._nudged is not None:
+            self._loop.call_soon_threadsafe(self._nudged.set)
+
+    async def reconcile(self) -> bool:
+        """Find what a claim without an answer has taken; says whether that could be done."""
+        future: Future[bool] = Future()
+        self._asked.append(future)
+        self.nudge()
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """Stop renewing."""
+        self._closing = True
+        if self._thread is not None:
+            self.nudge()
+            await asyncio.to_thread(self._thread.join, self.seconds)
+
+    def _live(self) -> None:
+        asyncio.run(self._keep())
+
+    async def _keep(self) -> None:
+        self._loop, self._nudged = asyncio.get_running_loop(), asyncio.Event()
+        beat = self._settings.heartbeat.total_seconds()
+        pause = beat
+        while not self._closing:
+            try:
+                await asyncio.wait_for(self._nudged.wait(), max(pause, 0))
+            except TimeoutError:
+                pass
+            if self._closing:
+                break
+            self._nudged.clear()
+            sent = through_suspend()
+            pause = beat if await self._beat(sent) else self.seconds * AGAIN
+            if not self._lapsed:
+                late = self._renewed + self.seconds * TOO_LATE - through_suspend()
+                if late <= 0:
+                    self._lapsed = True
+                    self._tell(self._lapse)
+                pause = min(pause, max(late, 0))
+            pause -= 0 if self._silent else through_suspend() - sent
+        await self._line.close()
+        for future in self._asked:
+            future.set_result(False)
+
+    async def _beat(self, sent: float) -> bool:
+        asked, self._asked = self._asked, []
+        answered, worker = (
+            self.answered,
+            self.worker,
+        )  # before what is held: a job that comes in between is no stray
+        held = self._holding.copy()
+        plan = operations.heartbeat(
+            self._store,
+            worker,
+            [(run.id, run.attempt) for run in held.values()],
+            lease=self.seconds,
+            answered=answered,
+            since=self._seen,
+            reconcile=bool(asked),
+        )
+        patience = max(self._renewed + self.seconds * TOO_LATE - sent, self.seconds * AGAIN)
+        beat = asyncio.ensure_future(self._line.perform(plan))
+        await asyncio.wait([beat], timeout=patience)
+        error: ShiftworkError | None = None
+        if not beat.done():
+            self._line.drop()  # half open: nobody will answer any more
+            beat.cancel()
+            error = DatabaseError(f"no answer within {patience:.1f} s")
+            await asyncio.wait([beat], timeout=1)
+        else:
+            try:
+                pulse = beat.result()
+            except ShiftworkError as raised:
+                error = raised
+            except asyncio.CancelledError:
+                error = DatabaseError("cancelled")
+        if error is not None:
+            self._silent = True
+            self._tell(self._silence, error)
+            for future in asked:
+                future.set_result(False)
+            return False
+        if self._silent:
+            self._silent = False
+            self._tell(self._silence, None)
+        if worker == self.worker:
+            self._renewed, self._seen, self._lapsed = sent, answered, False
+            self._tell(self._pulse, pulse, held)
+        for future in asked:
+            future.set_result(True)
+        return True
+
+    def _tell(self, call: Callable[..., Any], *args: object) -> None:
+        try:
+            self._home.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the worker's loop is closed
+            self._closing = True

@@ -1,0 +1,68 @@
+"""A connection of the worker's own, which is made anew whenever it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import AsyncConnection
+
+from shiftwork.database import Plan, aconnect, aexecuting, arun
+from shiftwork.errors import DatabaseUnavailable
+from shiftwork.settings import Settings
+
+T = TypeVar("T")
+
+
+class Line:
+    """Carries out plans, one at a time, for one part of a worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: Callable[[], str],
+        revive: Callable[[], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._name = name
+        self._revive = revive
+        self._connection: AsyncConnection[Any] | None = None
+
+    async def perform(self, plan: Plan[T]) -> T:
+        """Carry out a plan; after an outage the next one begins on a new connection."""
+        connection = await self._open()
+        try:
+            return await arun(plan, aexecuting(connection, self._settings.schema, lent=False))
+        except (DatabaseUnavailable, asyncio.CancelledError):
+            self.drop()
+            raise
+        finally:
+            if connection.closed:
+                self._connection = None
+
+    async def _open(self) -> AsyncConnection[Any]:
+        if self._connection is None:
+            try:
+                self._connection = await aconnect(self._settings, name=self._name())
+            except DatabaseUnavailable:
+                if self._revive is None:
+                    raise
+                await asyncio.to_thread(self._revive)
+                self._connection = await aconnect(self._settings, name=self._name())
+        return self._connection
+
+    def drop(self) -> None:
+        """Hang up, without waiting for anything: the other side may not answer."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.pgconn.finish()
+
+    async def close(self) -> None:
+        """Hang up politely."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(psycopg.Error):
+                await connection.close()

@@ -1,0 +1,120 @@
+"""One attempt of a job in the hands of this worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from datetime import timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from shiftwork.codec import Signature
+from shiftwork.job import NewJob, Taken
+from shiftwork.retry import Retry
+
+if TYPE_CHECKING:
+    from shiftwork.context import Context
+
+
+class Stop(StrEnum):
+    """Why an attempt is to end before its handler has."""
+
+    CANCELLED = "cancelled"  # somebody asked for it
+    TIMEOUT = "timeout"  # it ran longer than its task may
+    LOST = "lost"  # the job is not ours any more
+    LAPSED = "lapsed"  # our lease may end before it can be renewed
+    SHUTDOWN = "shutdown"  # the worker stops
+
+
+class Task(Protocol):
+    """What a worker needs to know of a task."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def function(self) -> Callable[..., Any]: ...
+    @property
+    def signature(self) -> Signature: ...
+    @property
+    def is_async(self) -> bool: ...
+    @property
+    def transaction(self) -> bool: ...
+    @property
+    def retry(self) -> Retry | None: ...
+    @property
+    def timeout(self) -> timedelta | None: ...
+    @property
+    def concurrency(self) -> int | None: ...
+    @property
+    def codes(self) -> Mapping[type[BaseException], str]: ...
+
+
+class Run(msgspec.Struct, eq=False):
+    """A job as it was claimed, and how far its attempt has come; the first fields are those of `Taken`."""
+
+    id: int
+    name: str
+    queue: str
+    priority: int
+    payload: str | None
+    attempt: int
+    failures: int
+    resets: int
+    max_attempts: int
+    run_at: int
+    created_at: int
+    expires_at: int | None
+    unique_key: str | None
+    tags: list[str] | None
+
+    worker: int = 0
+    claimed_at: int = 0
+    task: Any = None
+    """The task, None if this program does not have it."""
+
+    slot: asyncio.Task[None] | None = None
+    """Where its handler runs, from its beginning to its end."""
+
+    began: float = 0.0
+    took: float = 0.0
+    stop: Stop | None = None
+    why: str = ""
+    told: int = 0
+    """How often its slot was cancelled on its account."""
+
+    concluding: bool = False
+    """Whether its outcome is being written: too late to be stopped."""
+
+    ended: bool = False
+    """Whether its handler has ended; the outcome may still have to be written."""
+
+    concluded: bool = False
+    """Whether the handler had its outcome written in a transaction of its own."""
+
+    done: Any = None
+    """The outcome, if it is written already."""
+
+    context: Any = None
+    jobs: list[NewJob[Any]] | None = None
+    """To be enqueued with its completion."""
+
+    @property
+    def taken(self) -> Taken:
+        """The row that the claim gave."""
+        return (
+            *(self.id, self.name, self.queue, self.priority, self.payload, self.attempt, self.failures),
+            *(self.resets, self.max_attempts, self.run_at, self.created_at, self.expires_at),
+            *(self.unique_key, self.tags),
+        )
+
+    @property
+    def label(self) -> str:
+        """How it is called where people read of it."""
+        return f"job {self.id} ({self.name}, attempt {self.attempt})"
+
+
+current: ContextVar[Run] = ContextVar("shiftwork_run")
+"""The attempt that this code is part of, for log lines."""

@@ -1,0 +1,251 @@
+"""Writing how attempts ended, in batches, by one task on a connection of its own.
+
+What gathers during a write goes into the next one. An outcome stays here until the database has answered for it: settled;
+already, because an answer was lost on the wire; lost, and then it is dropped; busy, and then it is tried again.
+While the database is away everything is kept. A batch that fails as a whole is halved until the one that cannot be
+written stands alone; that one is written as failed, with the reason, and so stops nobody else.
+
+Jobs to be given back, and what handlers report of their progress, take the same way: a report is written before
+the outcome of its job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+from shiftwork import operations
+from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
+from shiftwork.job import State
+from shiftwork.outcome import Outcome
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.line import Line
+from shiftwork.worker.run import Run
+
+MOST_ROWS = 1_000
+MOST_BYTES = 4 << 20
+BUSY = 0.02
+REFUSED = 10.0
+PATIENCE = (0.1, 5.0)
+"""How long to wait after the first failure, and at most."""
+
+REPORT_EVERY = 0.5
+
+Told = tuple[Run, Outcome, bytes]
+
+
+class Settling:
+    """The outcomes that wait to be written."""
+
+    def __init__(
+        self,
+        store: Protocol,
+        line: Line,
+        *,
+        answered: Callable[[Run, Outcome | None, str], None],
+        trouble: Callable[[ShiftworkError | None], None],
+        at: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self._store = store
+        self._line = line
+        self._answered = answered
+        self._trouble = trouble
+        self._at = at
+        self._outcomes: deque[Told] = deque()
+        self._returns: deque[Run] = deque()
+        self._lines: deque[tuple[Run, str, str]] = deque()
+        self._progress: dict[Run, tuple[float | None, str | None]] = {}
+        self._reporting: asyncio.TimerHandle | None = None
+        self._something = asyncio.Event()
+        self._closing = False
+        self._writing = 0
+        self._later = 0
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs still have to be written about."""
+        return len(self._outcomes) + len(self._returns) + self._writing + self._later
+
+    def put(self, run: Run, outcome: Outcome) -> None:
+        """Write this outcome."""
+        self._outcomes.append((run, outcome, operations.encode_outcome(outcome)))
+        self._something.set()
+
+    def give_back(self, run: Run) -> None:
+        """Release this job."""
+        self._returns.append(run)
+        self._something.set()
+
+    def log(self, run: Run, level: str, message: str) -> None:
+        """Keep a line that a handler logged; may be called from any thread."""
+        self._lines.append((run, level, message))
+        self._report_soon()
+
+    def progress(self, run: Run, fraction: float | None, message: str | None) -> None:
+        """Keep how far a handler has come; the last word counts. May be called from any thread."""
+        self._progress[run] = (fraction, message)
+        self._report_soon()
+
+    def _report_soon(self) -> None:
+        if self._reporting is None:
+            self._loop.call_soon_threadsafe(self._set_timer)
+
+    def _set_timer(self) -> None:
+        if self._reporting is None:
+            self._reporting = self._loop.call_later(REPORT_EVERY, self._something.set)
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._work())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing = True
+        self._something.set()
+        if self._task is not None:
+            await self._task
+        await self._line.close()
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until all is written, so long at most; says whether it is."""
+        deadline = self._loop.time() + seconds
+        while self.waiting and self._loop.time() < deadline:
+            await asyncio.sleep(0.005)
+        return not self.waiting
+
+    async def _work(self) -> None:
+        pause = PATIENCE[0]
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            try:
+                await self._report()
+                while self._outcomes or self._returns:
+                    await self._give_back()
+                    await self._settle()
+                    await self._report()
+            except DatabaseError as error:
+                self._trouble(error)
+                if self._closing:
+                    return
+                await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+                pause = min(2 * pause, PATIENCE[1])
+                self._something.set()
+            else:
+                self._trouble(None)
+                pause = PATIENCE[0]
+                if self._closing and not self.waiting:
+                    return
+
+    async def _settle(self) -> None:
+        batch: list[Told] = []
+        size = 0
+        while self._outcomes and len(batch) < MOST_ROWS and size < MOST_BYTES:
+            told = self._outcomes.popleft()
+            size += len(told[2])
+            batch.append(told)
+        if batch:
+            self._writing += len(batch)
+            try:
+                await self._write(batch)
+            finally:
+                self._writing -= len(batch)
+
+    async def _write(self, batch: Sequence[Told]) -> None:
+        if self._at:
+            await self._at("settling")
+        worker = batch[0][0].worker
+        if any(told[0].worker != worker for told in batch):  # it had to register anew
+            for one in {told[0].worker for told in batch}:
+                await self._write([told for told in batch if told[0].worker == one])
+            return
+        try:
+            settled = await self._line.perform(
+                operations.settle_encoded(self._store, worker, [told[2] for told in batch])
+            )
+        except DatabaseUnavailable:
+            self._outcomes.extendleft(reversed(batch))
+            raise
+        except DatabaseError as error:
+            await self._halve(batch, error)
+            return
+        if self._at:
+            await self._at("settled")
+        busy = []
+        answers = settled.answers
+        for told in batch:
+            run, outcome, _ = told
+            answer = answers.get(run.id, "lost")
+            if answer == "busy":
+                busy.append(told)
+            elif answer == "refused":
+                self._refused(run, outcome, settled.problems.get(run.id, "the database refused it"))
+            else:
+                self._answered(run, outcome, answer)
+        if busy:
+            self._put_off(BUSY, busy)
+
+    async def _halve(self, batch: Sequence[Told], error: DatabaseError) -> None:
+        if len(batch) == 1:
+            [(run, outcome, _)] = batch
+            self._refused(run, outcome, str(error))
+            return
+        middle = len(batch) // 2
+        for part in (batch[:middle], batch[middle:]):
+            await self._write(part)
+
+    def _refused(self, run: Run, outcome: Outcome, why: str) -> None:
+        """Written as failed if it was not that already; else tried again, rarely."""
+        self._answered(run, outcome, "refused")
+        code = (outcome.error or {}).get("code")
+        if code == "OUTCOME_REFUSED":
+            again = (run, outcome, operations.encode_outcome(outcome))
+            self._put_off(REFUSED, [again])
+            return
+        message = f"its outcome ({outcome.state}) could not be written: {why}"
+        error = {"code": "OUTCOME_REFUSED", "message": message}
+        self.put(run, Outcome(run, State.FAILED, error=error, counts=True))
+
+    def _put_off(self, seconds: float, told: Sequence[Told]) -> None:
+        self._later += len(told)
+        self._loop.call_later(seconds, self._again, told)
+
+    def _again(self, told: Sequence[Told]) -> None:
+        self._later -= len(told)
+        self._outcomes.extend(told)
+        self._something.set()
+
+    async def _give_back(self) -> None:
+        while self._returns:
+            runs = [self._returns.popleft() for _ in range(min(len(self._returns), MOST_ROWS))]
+            self._writing += len(runs)
+            try:
+                for worker in {run.worker for run in runs}:
+                    held = [(run.id, run.attempt) for run in runs if run.worker == worker]
+                    answers = await self._line.perform(operations.release(self._store, worker, held))
+                    for run in runs:
+                        if run.worker != worker:
+                            continue
+                        if (answer := answers.get(run.id, "lost")) == "busy":
+                            self._later += 1
+                            self._loop.call_later(BUSY, self._give_back_again, run)
+                        else:
+                            self._answered(run, None, answer)
+            except DatabaseError:
+                self._returns.extend(runs)
+                raise
+            finally:
+                self._writing -= len(runs)
+
+    def _give_back_again(self, run: Run) -> None:
+        self._later -= 1
+        self.give_back(run)
+
+    async def _report(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None

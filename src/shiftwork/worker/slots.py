@@ -1,0 +1,167 @@
+"""Fixed slots: coroutines that live as long as the worker, each with one job at a time.
+
+A task for each job would cost more than all the rest of its way through the worker. So a slot takes job after job. One
+whose handler never waits, it simply finishes and goes on; only when a handler does wait is another slot woken for what
+is left. After a few milliseconds of that it lets everybody else have a turn.
+
+A handler must not find what the one before it left behind, so each runs in a context (of context variables) of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import copy_context
+from typing import Any, Self
+
+from shiftwork.worker.run import Run, Stop, current
+
+TURN = 0.005
+"""Seconds for which a slot goes on without letting others have a turn."""
+
+
+class Slots:
+    """So many jobs at once, and not one more."""
+
+    def __init__(
+        self,
+        many: int,
+        attempt: Callable[[Run], Coroutine[Any, Any, None]],
+        freed: Callable[[Run], None],
+    ) -> None:
+        self.many = many
+        self.busy: set[Run] = set()
+        self.ready: deque[Run] = deque()
+        self._attempt = attempt
+        self._freed = freed
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._slots: list[asyncio.Task[None]] = []
+        self._turn = 0.0
+
+    @property
+    def free(self) -> int:
+        """How many jobs can begin now."""
+        return self.many - len(self.busy) - len(self.ready)
+
+    def put(self, run: Run) -> None:
+        """A slot takes it."""
+        self.ready.append(run)
+        if len(self.ready) == 1:
+            self.wake()
+
+    def wake(self) -> None:
+        """Somebody has to wait: let another slot take what is ready."""
+        if not self.ready:
+            return
+        while self._idle:
+            idle = self._idle.popleft()
+            if not idle.done():
+                idle.set_result(None)
+                return
+        if len(self._slots) < self.many:
+            self._slots.append(asyncio.create_task(self._slot()))
+
+    async def _slot(self) -> None:
+        me = asyncio.current_task()
+        ready, busy = self.ready, self.busy
+        loop = asyncio.get_running_loop()
+        while True:
+            while ready:
+                run = ready.popleft()
+                run.slot = me
+                busy.add(run)
+                try:
+                    await self._attempt(run)
+                finally:
+                    busy.discard(run)
+                    run.slot = None
+                    for _ in range(run.told):
+                        me.uncancel()  # type: ignore[union-attr]
+                    self._freed(run)
+                now = time.perf_counter()
+                if now - self._turn > TURN:
+                    await asyncio.sleep(0)
+                    self._turn = time.perf_counter()
+            idle = loop.create_future()
+            self._idle.append(idle)
+            await idle
+            self._turn = time.perf_counter()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for slot in self._slots:
+            slot.cancel()
+        if self._slots:
+            await asyncio.wait(self._slots, timeout=1)
+
+
+class Isolated:
+    """Await a coroutine within this task, but in a context of its own."""
+
+    __slots__ = ("_coroutine", "_run", "_waits")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], run: Run, waits: Callable[[], None]) -> None:
+        self._coroutine = coroutine
+        self._run = run
+        self._waits = waits
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        coroutine, context = self._coroutine, copy_context()
+        context.run(current.set, self._run)
+        try:
+            pending = context.run(coroutine.send, None)
+        except StopIteration as end:
+            return end.value
+        self._waits()
+        while True:
+            try:
+                try:
+                    answer = yield pending
+                except GeneratorExit:
+                    context.run(coroutine.close)
+                    raise
+                except BaseException as error:  # noqa: BLE001  -- whatever is thrown in is the handler's to deal with
+                    pending = context.run(coroutine.throw, error)
+                else:
+                    pending = context.run(coroutine.send, answer)
+            except StopIteration as end:
+                return end.value
+
+
+class Deadlines:
+    """One timer for all attempts that may not run for ever."""
+
+    def __init__(self, stop: Callable[[Run, Stop, str], None]) -> None:
+        self._stop = stop
+        self._heap: list[tuple[float, int, Run]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, run: Run, seconds: float) -> None:
+        """Stop this attempt after so many seconds, unless it has ended by then."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + seconds
+        heapq.heappush(self._heap, (when, id(run), run))
+        if self._heap[0][2] is run:
+            self._set(loop)
+
+    def _set(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._heap and self._heap[0][2].ended:
+            heapq.heappop(self._heap)
+        if self._heap:
+            self._timer = loop.call_at(self._heap[0][0], self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self._heap and self._heap[0][0] <= now:
+            _, _, run = heapq.heappop(self._heap)
+            if not run.ended:
+                self._stop(run, Stop.TIMEOUT, "")
+        self._set(loop)

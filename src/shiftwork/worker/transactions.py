@@ -1,0 +1,180 @@
+"""Transactional tasks: what a handler does to the database, and that its job is done, commit together.
+
+The claim has committed, so the job is ours and everybody knows. Now a transaction is opened, and the job's row locked in
+it under the fence: from here on nobody can take the job away, whatever becomes of our lease, unless our session ends. The
+handler runs inside a savepoint. If it succeeds, its effects, its outcome and what it enqueued are one commit. If it
+fails, the savepoint takes its effects back, and the failure is recorded on the same connection.
+
+When a part fails: if the session is lost before COMMIT was sent, everything is undone, and the job is tried again, as after
+any error. If it is lost while COMMIT was under way, nobody knows; so the job is given back, which the database
+refuses if the commit has been done. A worker that is stopped or cut off while it holds the row is found by the reaper,
+which ends its sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import psycopg
+from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
+from psycopg.pq import TransactionStatus
+
+from shiftwork.database import Statement, aconnect, connect, translate
+from shiftwork.errors import DatabaseUnavailable, ShiftworkError
+from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.run import Run
+
+
+class Unsure(Exception):  # noqa: N818
+    """The commit was sent, and its answer was lost."""
+
+
+class TransactionEnded(ShiftworkError):
+    """The handler ended the transaction that is the worker's to end."""
+
+    code = "TRANSACTION_ENDED"
+
+
+class Ours(AsyncConnection[Any]):
+    """A connection whose transaction belongs to the worker."""
+
+    async def commit(self) -> None:
+        raise _not_yours()
+
+    async def rollback(self) -> None:
+        raise _not_yours()
+
+
+class OursBlocking(Connection[Any]):
+    """A connection whose transaction belongs to the worker."""
+
+    def commit(self) -> None:
+        raise _not_yours()
+
+    def rollback(self) -> None:
+        raise _not_yours()
+
+
+def _not_yours() -> TransactionEnded:
+    return TransactionEnded(
+        "the transaction of a job is ended by the worker: return to commit it, raise to undo it,"
+        " or use `with tx.transaction():` for a part that may be undone alone"
+    )
+
+
+class Transactions:
+    """As many sessions as transactional tasks may use at once, kept for the next."""
+
+    def __init__(self, settings: Settings, store: Protocol, name: Callable[[], str]) -> None:
+        self._settings = settings
+        self._store = store
+        self._name = name
+        self.turn = asyncio.Semaphore(settings.transaction_connections)
+        self._loop = asyncio.get_running_loop()
+        self._idle: deque[Ours] = deque()
+        self._idle_blocking: deque[OursBlocking] = deque()
+
+    async def take(self) -> Ours:
+        """A session for an async handler."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        return cast("Ours", await aconnect(self._settings, name=self._name(), kind=Ours))
+
+    def take_blocking(self) -> OursBlocking:
+        """A session for a handler in a thread."""
+        while True:
+            try:
+                connection = self._idle_blocking.pop()
+            except IndexError:
+                return cast("OursBlocking", connect(self._settings, name=self._name(), kind=OursBlocking))
+            if not connection.closed:
+                return connection
+
+    def acquire_blocking(self) -> None:
+        """Wait for a turn, in a thread."""
+        asyncio.run_coroutine_threadsafe(self.turn.acquire(), self._loop).result()
+
+    def release(self) -> None:
+        """Let the next have a turn; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self.turn.release)
+
+    def put(self, connection: Ours | OursBlocking) -> None:
+        """Give a session back; one that is not as it was is closed."""
+        if connection.closed or connection.info.transaction_status != TransactionStatus.IDLE:
+            connection.pgconn.finish()
+        elif isinstance(connection, Ours):
+            self._idle.append(connection)
+        else:
+            self._idle_blocking.append(connection)
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for connections in (self._idle, self._idle_blocking):
+            while connections:
+                connections.pop().pgconn.finish()
+
+    async def open(self, run: Run, connection: AsyncConnection[Any]) -> None:
+        """Begin, and lock the job's row under the fence."""
+        await self._execute(connection, self._store.open_transaction(run.id, run.attempt))
+
+    async def close_with(
+        self, run: Run, connection: AsyncConnection[Any], outcome: bytes, *, undo: bool
+    ) -> None:
+        """Write the outcome and commit, with what the handler did or without."""
+        _refuse_ended(connection)
+        statement = self._store.close_transaction(run.worker, outcome, undo=undo)
+        await self._execute(connection, statement, commits=True)
+
+    def open_blocking(self, run: Run, connection: Connection[Any]) -> None:
+        """Begin, and lock the job's row under the fence."""
+        self._execute_blocking(connection, self._store.open_transaction(run.id, run.attempt))
+
+    def close_blocking_with(
+        self, run: Run, connection: Connection[Any], outcome: bytes, *, undo: bool
+    ) -> None:
+        """Write the outcome and commit, with what the handler did or without."""
+        _refuse_ended(connection)
+        statement = self._store.close_transaction(run.worker, outcome, undo=undo)
+        self._execute_blocking(connection, statement, commits=True)
+
+    async def _execute(
+        self, connection: AsyncConnection[Any], statement: Statement, *, commits: bool = False
+    ) -> None:
+        try:
+            # Values are put in on our side, so that several statements can go as one message.
+            await AsyncClientCursor(connection).execute(statement.text.encode(), statement.params)
+        except psycopg.Error as error:
+            raise self._meaning(error, connection, commits=commits) from None
+
+    def _execute_blocking(
+        self, connection: Connection[Any], statement: Statement, *, commits: bool = False
+    ) -> None:
+        try:
+            ClientCursor(connection).execute(statement.text.encode(), statement.params)
+        except psycopg.Error as error:
+            raise self._meaning(error, connection, commits=commits) from None
+
+    def _meaning(
+        self, error: psycopg.Error, connection: Connection[Any] | AsyncConnection[Any], *, commits: bool
+    ) -> Exception:
+        if commits and connection.closed:
+            return Unsure(str(error))
+        return translate(error, self._settings.schema, commits=False, alive=not connection.closed)
+
+
+def _refuse_ended(connection: Connection[Any] | AsyncConnection[Any]) -> None:
+    status = connection.info.transaction_status
+    if connection.closed:
+        raise DatabaseUnavailable(
+            "the connection of the job's transaction was lost (nothing was committed)", maybe_committed=False
+        )
+    if status not in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+        raise TransactionEnded(
+            "the handler ended the job's transaction itself; what it did until then is committed or undone"
+        )

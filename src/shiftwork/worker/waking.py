@@ -1,0 +1,147 @@
+"""Sleeping without missing anything, and without keeping those busy who have nothing to say.
+
+A notification is only ever a hint. Whoever sleeps says so first (`shiftwork.sleep` raises a time until which inserts
+notify), then looks once more for what came in the meantime, then waits; transactions that were open when it said so
+have notified nobody, so it keeps looking until they have ended. Behind all of it stands a poll.
+
+The listener believes in its connection only while it hears itself: it notifies a channel of its own, and if that does not
+come back (a pooler in between, a server that forgot us) it counts as deaf, the poll becomes shorter, and it connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, Self
+
+import psycopg
+from psycopg import AsyncConnection, sql
+
+from shiftwork.database import aconnect
+from shiftwork.errors import ShiftworkError
+from shiftwork.settings import Settings
+
+PROVE_EVERY = 60.0
+PROVE_WITHIN = 5.0
+CALL_AGAIN = (0.2, 5.0)
+
+
+class Wake:
+    """One thing to wait for: a notification, a freed slot, news of the lease, or the end."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        """Wake the worker."""
+        self._event.set()
+
+    async def wait(self, seconds: float | None) -> bool:
+        """Wait to be woken, so long at most; says whether it was."""
+        if not self._event.is_set() and (seconds is None or seconds > 0):
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._event.wait()
+            except TimeoutError:
+                return False
+        woken = self._event.is_set()
+        self._event.clear()
+        return woken
+
+
+class Listener:
+    """Hears that there is work, and that a job of ours is to be looked at."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: Callable[[], str],
+        *,
+        work: Callable[[str], None],
+        look: Callable[[int], None],
+        heard: Callable[[bool, ShiftworkError | None], None],
+    ) -> None:
+        self.proven = False
+        self._settings = settings
+        self._name = name
+        self._work = work
+        self._look = look
+        self._heard = heard
+        self._task: asyncio.Task[None] | None = None
+        self._connection: AsyncConnection[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._settings.notify:
+            self._task = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._hang_up()
+
+    async def _listen(self) -> None:
+        pause = CALL_AGAIN[0]
+        while True:
+            try:
+                await self._call()
+                self._work("")  # whatever was said before was missed
+                await self._hear()
+            except (psycopg.Error, ShiftworkError, OSError) as error:
+                if self.proven:
+                    pause = CALL_AGAIN[0]
+                self._believe(False, error if isinstance(error, ShiftworkError) else None)
+            finally:
+                self._hang_up()
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+            pause = min(2 * pause, CALL_AGAIN[1])
+
+    async def _call(self) -> None:
+        self._connection = await aconnect(self._settings, self._settings.listen_dsn, name=self._name())
+        schema = self._settings.schema
+        for channel in (f"{schema}_wake", f"{schema}_cancel", self._own):
+            await self._connection.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+
+    @property
+    def _own(self) -> str:
+        return f"{self._settings.schema}_{self._name().replace(' ', '_')}"[:63]
+
+    async def _hear(self) -> None:
+        connection = self._connection
+        assert connection is not None  # noqa: S101
+        own = self._own
+        while True:
+            await connection.execute("select pg_notify(%s, '')", (own,))
+            proof = False
+            async with aclosing(connection.notifies(timeout=PROVE_WITHIN)) as notes:
+                async for note in notes:
+                    if proof := self._take(note, own):
+                        break
+            if not proof:
+                self._believe(False, None)
+                return
+            self._believe(True, None)
+            async for note in connection.notifies(timeout=PROVE_EVERY * random.uniform(0.8, 1.0)):  # noqa: S311
+                self._take(note, own)
+
+    def _take(self, note: psycopg.Notify, own: str) -> bool:
+        if note.channel == own:
+            return True
+        if note.channel.endswith("_wake"):
+            self._work(note.payload)
+        elif note.payload.isdecimal() and len(note.payload) < 20:
+            self._look(int(note.payload))
+        return False
+
+    def _believe(self, proven: bool, error: ShiftworkError | None) -> None:
+        if proven != self.proven or error is not None:
+            self._heard(proven, error)
+        self.proven = proven
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.pgconn.finish()

@@ -1,0 +1,564 @@
+"""The worker: its main loop, and what holds the parts together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shiftwork import events, operations
+from shiftwork.database import Plan
+from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, ShiftworkError
+from shiftwork.events import Event, Subscriber
+from shiftwork.operations import Claimed, Pulse
+from shiftwork.outcome import Outcome
+from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.attempt import At, Attempts, Middleware
+from shiftwork.worker.lanes import Lane, Lanes
+from shiftwork.worker.leases import Held, Leases, through_suspend
+from shiftwork.worker.line import Line
+from shiftwork.worker.run import Run, Stop, Task
+from shiftwork.worker.settling import Settling
+from shiftwork.worker.slots import Slots
+from shiftwork.worker.transactions import Transactions
+from shiftwork.worker.waking import Listener, Wake
+
+T = TypeVar("T")
+
+BATCH = 500
+"""Jobs in one claim at most: while they run, the next are claimed."""
+
+UNWRITTEN = 5_000
+"""Outcomes that may wait to be written while more is claimed."""
+
+DECLARE = 12.0
+"""Seconds for which a sleeper asks to be notified; short, so that it lapses soon when there is much to do."""
+
+BRISK = 200.0
+"""Jobs a second from which on it does not pay to go to sleep between them."""
+
+NAP = 0.005
+EXPIRE_EVERY = 60.0
+THOROUGH_EVERY = 600.0
+STUBBORN = 5.0
+"""Seconds that handlers have for their cleaning up once they were told to stop at the end of the grace."""
+
+PATIENCE = (0.5, 30.0)
+"""How long to wait after the database was away, at first and at most."""
+
+
+class Worker:
+    """Claims jobs and runs them, until it is told to stop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tasks: Mapping[str, Task],
+        *,
+        middleware: Sequence[Middleware] = (),
+        subscribers: Sequence[Subscriber] = (),
+        revive: Callable[[], None] | None = None,
+        at: At | None = None,
+    ) -> None:
+        """`at` is called at named points; tests wait there."""
+        self.id = 0
+        self.jobs = 0
+        """How many jobs it has claimed."""
+
+        self.holding: Held = {}
+        self._settings = settings
+        self._store = Protocol(settings.schema)
+        self._tasks = tasks
+        self._queues = _queues(settings, tasks)
+        self._lanes = Lanes(settings, tasks, self._queues)
+        self._subscribers = list(subscribers)
+        self._middleware = middleware
+        self._revive = revive
+        self._at = at
+        self._backlog: deque[Run] = deque()
+        self._away: set[str] = set()
+        self._stopping: str | None = None
+        self._at_once = False
+        self._reap_due = False
+        self._given_up = False
+        self._unanswered = False
+        self._abandoned = 0
+        self._due: float | None = None
+        self._expire_at = 0.0
+        self._thorough_at = 0.0
+        self._rate = 0.0
+        self._window = (0.0, 0)
+
+    # From the first to the last.
+
+    async def run(self) -> bool:
+        """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
+        self._wake = Wake()
+        self._line = Line(self._settings, self._name, self._revive)
+        self._leases = Leases(
+            self._settings,
+            self._store,
+            self.holding,
+            pulse=self._take_pulse,
+            lapse=self._lapse,
+            silence=lambda error: self._trouble("lease", error),
+            revive=self._revive,
+        )
+        self._settling = Settling(
+            self._store,
+            Line(self._settings, self._name, self._revive),
+            answered=self._answered,
+            trouble=lambda error: self._trouble("settling", error),
+            at=self._at,
+        )
+        self._transactions = Transactions(self._settings, self._store, self._name)
+        attempts = Attempts(
+            self._settings,
+            self._store,
+            self._settling,
+            self._transactions,
+            middleware=self._middleware,
+            waits=lambda: self._slots.wake(),
+            began=self._began,
+            written=lambda run, outcome: self._answered(run, outcome, "settled"),
+            dropped=lambda run: self._answered(run, None, "lost"),
+            stop=self.tell,
+            at=self._at,
+        )
+        self._slots = Slots(self._settings.concurrency, attempts.attempt, self._freed)
+        self._listener = Listener(
+            self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
+        )
+        await self._begin()
+        if self._stopping is None:
+            async with self._settling, self._slots:
+                async with self._listener:
+                    await self._loop()
+                await self._wind_up()
+        return await self._end()
+
+    async def _loop(self) -> None:
+        ends = self._ends_at()
+        pause = PATIENCE[0]
+        while self._stopping is None:
+            try:
+                if self._given_up:
+                    await self._register()
+                if self._unanswered:
+                    self._unanswered = not await self._leases.reconcile()
+                idle = not (self._unanswered or self._given_up) and await self._fill()
+                if self._reap_due:
+                    await self._reap()
+                if self._stopping is None and not (idle and self._is_done()):
+                    await self._rest(idle, ends)
+                pause = PATIENCE[0]
+                self._trouble("claiming", None)
+            except DatabaseError as error:
+                self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
+                self._trouble("claiming", error)
+                await self._wake_or(pause * random.uniform(0.75, 1.25))  # noqa: S311
+                pause = min(2 * pause, PATIENCE[1])
+            if ends is not None and time.monotonic() >= ends:
+                self.stop("its time is over")
+
+    def stop(self, why: str = "asked to stop", *, now: bool = False) -> None:
+        """Claim no more; running jobs have the grace to end, or with `now` none."""
+        if self._stopping is None:
+            self._stopping = why
+            self._publish(events.WorkerStopping(self.id, why, len(self._slots.busy) if self.id else 0))
+        self._at_once = self._at_once or now
+        self._wake()
+
+    # Claiming.
+
+    async def _fill(self) -> bool:
+        """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
+        await self._begin_prefetched()
+        idle = True
+        for lane in self._lanes.in_turn():
+            if self._room() <= 0 or self._stopping is not None:
+                return False
+            if lane.left <= 0:
+                idle = False
+                continue
+            claimed = await self._claim(lane)
+            if claimed is None:
+                return False
+            idle = idle and not claimed.taken and not claimed.more
+            self._due = claimed.next_due_in
+        return idle
+
+    def _room(self) -> int:
+        """How many jobs may be claimed now."""
+        room = self._slots.free + self._settings.prefetch - len(self._backlog)
+        if self._settings.max_jobs is not None:
+            room = min(room, self._settings.max_jobs - self.jobs)
+        return min(room, BATCH, UNWRITTEN - self._settling.waiting)
+
+    async def _claim(self, lane: Lane) -> Claimed | None:
+        wish = self._lanes.wish()
+        if not wish:
+            return None
+        free = self._slots.free
+        want = min(self._room(), lane.left)
+        if lane.limits:
+            want = min(want, free)
+        await self._reached("claiming")
+        claimed = await self._line.perform(
+            operations.claim(
+                self._store, self.id, wish, want, cursor=lane.cursor, start=max(free, 0), tasks=lane.tasks
+            )
+        )
+        await self._reached("claimed")
+        if not claimed.number:
+            self._leases.nudge()  # late; the next beat tells whether we were given up
+            await asyncio.sleep(min(0.1, self._leases.seconds / 10))
+            return None
+        self._take_in(claimed)
+        self._leases.answered = claimed.number
+        return claimed
+
+    def _take_in(self, claimed: Claimed) -> None:
+        tasks, holding, slots, lanes = self._tasks, self.holding, self._slots, self._lanes
+        worker, at = claimed.worker, claimed.at
+        for place, taken in enumerate(claimed.taken):
+            run = Run(*taken, worker=worker, claimed_at=at, task=tasks.get(taken[1]))
+            if run.id in holding:  # lost without our knowing; two attempts of one job do not run here at once
+                self.tell(holding[run.id], Stop.LOST, "another attempt of it began")
+                self._settling.give_back(run)
+                continue
+            holding[run.id] = run
+            if place < claimed.started:
+                lanes.take(run)
+                slots.put(run)
+            else:
+                self._backlog.append(run)
+        self.jobs += len(claimed.taken)
+        if self._settings.max_jobs is not None and self.jobs >= self._settings.max_jobs:
+            self.stop(f"{self.jobs} jobs were to be run")
+        self._count(len(claimed.taken))
+
+    async def _begin_prefetched(self) -> None:
+        many = min(self._slots.free, len(self._backlog))
+        if many <= 0:
+            return
+        runs = [self._backlog.popleft() for _ in range(many)]
+        held = [(run.id, run.attempt) for run in runs]
+        try:
+            answers = await self._line.perform(operations.start(self._store, self.id, held))
+        except DatabaseError:
+            self._backlog.extendleft(reversed(runs))
+            raise
+        for run in runs:
+            match answers.get(run.id, "lost"):
+                case "started" if run.stop is None:
+                    self._lanes.take(run)
+                    self._slots.put(run)
+                case "started" | "busy":
+                    self._settling.give_back(run)
+                case answer:
+                    self._answered(run, None, answer)
+
+    async def _reap(self, *, thorough: bool = False) -> None:
+        self._reap_due = False
+        answers = await self._perform(operations.reap(self._store, self.id, thorough=thorough))
+        if answers:
+            self._publish(events.Reaped(answers))
+            self._wake()
+
+    # Resting.
+
+    async def _rest(self, idle: bool, ends: float | None) -> None:
+        if self._room() <= 0:
+            await self._wake_or(None if ends is None else ends - time.monotonic())
+        elif not idle:
+            return
+        elif self._rate > BRISK:
+            await asyncio.sleep(NAP)
+            self._count(0)
+        else:
+            await self._sleep(ends)
+
+    async def _sleep(self, ends: float | None) -> None:
+        """Say that we sleep, look once more, and wait."""
+        flying = await self._declare()
+        await self._reached("declared")
+        self._lanes.look()
+        if not await self._fill() or self._is_done():
+            return
+        await self._expire()
+        now = time.monotonic()
+        until = now + min(self._poll(), max(self._due or 0, 0) if self._due is not None else 3600)
+        until = until if ends is None else min(until, ends)
+        pause = 0.005
+        await self._reached("asleep")
+        while (left := until - time.monotonic()) > 0:
+            step = min(left, pause if flying else DECLARE * 0.8)
+            if await self._wake_or(step):
+                return
+            if flying:
+                flying &= await self._declare()
+                pause = min(2 * pause, 2.0)
+                if not flying:
+                    return  # what was being inserted is there now, or will never be
+            elif until - time.monotonic() > 0:
+                await self._declare()
+
+    async def _declare(self) -> set[str]:
+        if not self._settings.notify:
+            return set()
+        return await self._line.perform(operations.sleep(self._store, DECLARE))
+
+    def _poll(self) -> float:
+        settings = self._settings
+        poll = settings.poll if self._listener.proven else settings.poll_unproven
+        return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
+
+    async def _expire(self) -> None:
+        now = time.monotonic()
+        if now >= self._expire_at:
+            self._expire_at = now + EXPIRE_EVERY
+            await self._perform(operations.expire(self._store))
+        if now >= self._thorough_at:
+            self._thorough_at = now + THOROUGH_EVERY
+            await self._reap(thorough=True)
+
+    async def _wake_or(self, seconds: float | None) -> bool:
+        return await self._wake.wait(seconds)
+
+    def _count(self, taken: int) -> None:
+        """How brisk it is: jobs a second, over tenths of a second."""
+        now = time.monotonic()
+        since, many = self._window
+        if now - since > 0.1:
+            self._rate = (many + taken) / (now - since)
+            self._window = (now, 0)
+        else:
+            self._window = (since, many + taken)
+
+    def _is_done(self) -> bool:
+        if not self._settings.stop_when_idle or self._slots.busy or self._backlog or self._settling.waiting:
+            return False
+        self.stop("nothing is left to do")
+        return True
+
+    # What the parts have to say.
+
+    def tell(self, run: Run, stop: Stop, why: str) -> None:
+        """Tell an attempt to end."""
+        if run.ended or run.concluding or (run.stop is not None and stop is not Stop.LOST):
+            return
+        if stop is Stop.LOST and (run.concluded or run.done is not None):
+            return  # it ended the job itself
+        first = run.stop is None
+        run.stop, run.why = stop, why
+        if first:
+            self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
+            if run.slot is not None and run.task is not None and (run.task.is_async or self._middleware):
+                run.told += 1
+                run.slot.cancel(stop.value)
+
+    def _take_pulse(self, pulse: Pulse, held: Held) -> None:
+        for job in pulse.lost:
+            self._lost(held.get(job), pulse.why.get(job, "given up"))
+        for job, reason in pulse.cancel.items():
+            if (run := held.get(job)) is not None and self.holding.get(job) is run:
+                self.tell(run, Stop.CANCELLED, reason or "")
+        if pulse.strays:
+            self._publish(events.StraysReleased(tuple(pulse.strays)))
+        if not pulse.alive and not self._given_up:
+            self._given_up = True
+            self._publish(events.LeaseLost(self.id))
+            for run in list(self.holding.values()):
+                self._lost(run, "given up")
+            self._wake()
+        if pulse.reap:
+            self._reap_due = True
+            self._wake()
+
+    def _lost(self, run: Run | None, why: str) -> None:
+        if run is None or self.holding.get(run.id) is not run:
+            return
+        if run in self._backlog:
+            self._backlog.remove(run)
+            self._answered(run, None, "lost")
+        else:
+            self.tell(run, Stop.LOST, why)
+
+    def _lapse(self) -> None:
+        self._publish(events.LeaseLapsing(self.id, len(self._slots.busy)))
+        for run in list(self._slots.busy):
+            self.tell(run, Stop.LAPSED, "the lease could not be renewed")
+
+    def _answered(self, run: Run, outcome: Outcome | None, answer: str) -> None:
+        """The database has spoken, or the job is not ours any more."""
+        if answer == "refused" and outcome is not None:
+            self._publish(events.JobRefused(run.id, run.name, run.queue, run.attempt, outcome.state.value))
+            return
+        if self.holding.get(run.id) is run:
+            del self.holding[run.id]
+        if self._subscribers:
+            self._publish_end(run, outcome, answer)
+
+    def _publish_end(self, run: Run, outcome: Outcome | None, answer: str) -> None:
+        job = (run.id, run.name, run.queue, run.attempt)
+        if answer == "lost" and run.concluded:
+            self._publish(events.JobEnded(*job, "completed", run.took))
+        elif answer == "lost":
+            self._publish(events.JobLost(*job, run.why or "it is not ours any more"))
+        elif outcome is None:
+            self._publish(events.JobReleased(*job, f"{answer}: {run.why or run.stop or 'not begun'}"))
+        else:
+            delay = None if outcome.delay is None else outcome.delay.total_seconds()
+            self._publish(events.JobEnded(*job, outcome.state.value, run.took, outcome.error, delay))
+
+    def _freed(self, run: Run) -> None:
+        self._lanes.leave(run)
+        self._wake()
+
+    def _began(self, run: Run) -> None:
+        if self._subscribers:
+            self._publish(events.JobBegan(run.id, run.name, run.queue, run.attempt))
+
+    def _heard_work(self, queue: str) -> None:
+        if not queue or queue in self._queues:
+            self._wake()
+
+    def _heard_of(self, job: int) -> None:
+        if job in self.holding:
+            self._leases.nudge()
+
+    def _heard(self, proven: bool, error: ShiftworkError | None) -> None:
+        self._publish(events.ListenerProven() if proven else events.ListenerDeaf(str(error or "")))
+
+    def _trouble(self, part: str, error: ShiftworkError | None) -> None:
+        """Say once that a part cannot work, and once that it can again."""
+        if error is None:
+            if part in self._away:
+                self._away.discard(part)
+                self._publish(events.DatabaseBack(part))
+        elif part not in self._away:
+            self._away.add(part)
+            self._publish(events.DatabaseAway(part, str(error)))
+
+    def _publish(self, event: Event) -> None:
+        for subscriber in self._subscribers:
+            with contextlib.suppress(Exception):  # whoever looks on changes nothing
+                subscriber(event)
+
+    # Beginning and ending.
+
+    async def _begin(self) -> None:
+        """The schema is new enough, the tasks are in the registry, and we are known."""
+        pause = PATIENCE[0]
+        while self._stopping is None:
+            try:
+                await self._perform(operations.require(self._store))
+                await self._perform(operations.declare_tasks(self._store, list(self._tasks.values())))
+                await self._register()
+            except DatabaseUnavailable as error:
+                self._trouble("beginning", error)
+                await self._wake_or(pause * random.uniform(0.75, 1.25))  # noqa: S311
+                pause = min(2 * pause, PATIENCE[1])
+            else:
+                self._trouble("beginning", None)
+                return
+
+    async def _register(self) -> None:
+        settings = self._settings
+        sent = through_suspend()
+        self.id = await self._perform(
+            operations.register(
+                self._store,
+                name=settings.name,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                queues=list(self._queues),
+                lease=settings.lease.total_seconds(),
+                details={"concurrency": settings.concurrency, "tasks": sorted(self._tasks)},
+            )
+        )
+        await self._line.close()  # the next one carries our name
+        self._given_up = self._unanswered = False
+        self._leases.begin(self.id, sent)
+        self._publish(
+            events.WorkerStarted(
+                self.id,
+                f"{settings.name}@{socket.gethostname()}:{os.getpid()}",
+                tuple(self._queues),
+                tuple(sorted(self._tasks)),
+                settings.concurrency,
+                settings.connections(transactional=any(task.transaction for task in self._tasks.values())),
+            )
+        )
+
+    async def _wind_up(self) -> None:
+        """Give back what has not begun, wait for what has, and in the end tell it to stop."""
+        await self._reached("stopping")
+        while self._backlog:
+            self._settling.give_back(self._backlog.popleft())
+        while self._slots.ready:
+            run = self._slots.ready.popleft()
+            self._settling.give_back(run)
+        grace = 0.0 if self._at_once else self._settings.grace.total_seconds()
+        await self._until_quiet(grace)
+        if self._slots.busy:
+            for run in list(self._slots.busy):
+                self.tell(run, Stop.SHUTDOWN, "the worker stops")
+            await self._until_quiet(STUBBORN if not self._at_once else 0.5)
+        self._abandoned = len(self._slots.busy)
+        for run in list(self._slots.busy):  # a thread cannot be stopped; its job need not wait for the lease
+            run.ended = True
+            self._settling.give_back(run)
+        if not await self._settling.drain(max(STUBBORN, self._leases.seconds)):
+            self._abandoned += self._settling.waiting
+
+    async def _until_quiet(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._slots.busy and (left := until - time.monotonic()) > 0:
+            hurried = self._at_once
+            await self._wake_or(min(left, 0.2))
+            if self._at_once and not hurried:
+                return
+
+    async def _end(self) -> bool:
+        await self._leases.close()
+        if self.id:
+            with contextlib.suppress(DatabaseError):
+                await self._perform(operations.leave(self._store, self.id))
+        await self._line.close()
+        self._transactions.close()
+        self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
+        return not self._abandoned
+
+    # Small things.
+
+    async def _perform(self, plan: Plan[T]) -> T:
+        return await self._line.perform(plan)
+
+    async def _reached(self, point: str) -> None:
+        if self._at:
+            await self._at(point)
+
+    def _name(self) -> str:
+        return f"shiftwork {self.id}" if self.id else "shiftwork worker"
+
+    def _ends_at(self) -> float | None:
+        longest = self._settings.max_time
+        return None if longest is None else time.monotonic() + longest.total_seconds()
+
+
+def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:
+    if not tasks and settings.unknown_tasks == "leave":
+        raise ConfigurationError("there are no tasks to run; declare some with @app.task")
+    if settings.queues:
+        return settings.queues
+    named = {"default", *(task.queue for task in tasks.values() if task.queue)}
+    return dict.fromkeys(sorted(named))
