@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, timezone
@@ -417,3 +418,115 @@ def test_any_json_is_either_stored_unchanged_or_refused_by_name(value: Any) -> N
     else:
         assert stored["extra"] == value
         assert call(signature, stored) is None
+
+
+# What a worker reads: the same from the text as from the document, only quicker.
+
+
+def both_ways(function: Any, text: str | bytes, **injected: Any) -> Any:
+    """The call that a payload leads to, or its refusal, read quickly; reading patiently leads to the same."""
+
+    def told(read: Any) -> tuple[str, Any]:
+        try:
+            args, kwargs = read(text)
+        except InvalidArgument as refused:
+            return str(refused), refused.argument
+        bound = inspect.signature(function).bind(*args, **kwargs, **injected)
+        return "called", bound.arguments
+
+    signature = Signature("f", function, injected=frozenset({Later}))
+    quickly, patiently = told(signature.decode_json), told(signature._decode_patiently)
+    assert quickly == patiently
+    return quickly[1]
+
+
+def no_arguments() -> None: ...
+def one(name: str) -> None: ...
+def two(name: str, n: int) -> None: ...
+def with_default(name: str, n: int = 3, *, extra: Any = None) -> None: ...
+def only_keywords(*, name: str, n: int) -> None: ...
+def rest(name: str, **numbers: int) -> None: ...
+def positional(name: str, n: int = 2, /, more: float = 1) -> None: ...
+def rich(at: datetime, colour: Colour, who: Person, to: Address | None, sums: dict[int, Decimal]) -> None: ...
+def loose(a, b=None): ...  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+
+
+PAYLOADS = (
+    "{}",
+    '{"name":"Ada"}',
+    '{"name":"Ada","n":1}',
+    '{"n": 1, "name": "Ada"}',
+    '{"name":"Ada","n":1,"extra":[1,{"x":null}]}',
+    '{"name":"Ada","n":null}',
+    '{"name":5}',
+    '{"name":"Ada","n":"x"}',
+    '{"name":"Ada","n":1.0}',
+    '{"name":"Ada","n":1.5}',
+    '{"name":"Ada","unknown":1}',
+    '{"name":"Ada","n":' + "9" * 300 + "}",
+    '{"name":"Ada","n":' + "9" * 4500 + "}",
+    '{"name":"Ada","more":1e400}',
+    '{"name":"Ada","more":2}',
+    '{"name":"\\ud83c\\udf88"}',
+    '{"a":1}',
+    '{"a":1,"b":[true,false,null,1.5,"x"]}',
+    '{"a":' + "[" * 5000 + "]" * 5000 + "}",
+    '{"at":"2026-01-02T00:00:00Z","colour":"red","who":{"name":"Ada","born":"1815-12-10"},'
+    '"to":{"street":"Main"},"sums":{"1":"1.10","2":3}}',
+    '{"at":"2026-01-02T00:00:00Z","colour":"green","who":{"name":"Ada"},"to":null,"sums":{}}',
+    '{"at":"2026-01-02T00:00:00Z","colour":"red","who":{"name":"Ada"},"to":null,"sums":{}}',
+    "[]",
+    "null",
+    "5",
+    "",
+    "{",
+    b"\xff",
+)
+
+
+@pytest.mark.parametrize(
+    "function", [no_arguments, one, two, with_default, only_keywords, rest, positional, rich, loose]
+)
+@pytest.mark.parametrize("text", PAYLOADS, ids=lambda text: text[:30])
+def test_a_payload_is_read_quickly_or_patiently_to_the_same_end(function: Any, text: str | bytes) -> None:
+    # spec: SH-17
+    both_ways(function, text)
+
+
+def test_a_call_is_made_as_the_function_wants_it() -> None:
+    assert both_ways(two, '{"n":1,"name":"Ada"}') == {"name": "Ada", "n": 1}
+    assert both_ways(with_default, '{"name":"Ada"}') == {"name": "Ada"}
+    assert both_ways(only_keywords, '{"name":"Ada","n":2}') == {"name": "Ada", "n": 2}
+    assert both_ways(one, '{"name":5}') == "name"
+
+    def first(context: Later, n: int) -> None: ...
+    def middle(n: int, context: Later, m: int) -> None: ...
+    def last(n: int, m: int, context: Later) -> None: ...
+
+    later = Later()
+    assert both_ways(first, '{"n":1}', context=later) == {"context": later, "n": 1}
+    for function in (middle, last):
+        assert both_ways(function, '{"m":2,"n":1}', context=later) == {"n": 1, "context": later, "m": 2}
+
+
+class Touchy(pydantic.BaseModel):
+    n: int
+
+    @pydantic.field_validator("n")
+    @classmethod
+    def complain(cls, n: int) -> int:
+        raise RuntimeError(n)
+
+
+def test_a_type_that_raises_anything_makes_the_payload_unreadable_and_no_more() -> None:
+    def take(it: Touchy) -> None: ...
+
+    with pytest.raises(InvalidArgument, match="RuntimeError"):
+        Signature("take", take).decode_json('{"it":{"n":1}}')
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["name", "n", "extra", "more"]) | st.text(max_size=3), json_values))
+def test_any_payload_is_read_the_same_both_ways(payload: dict[str, Any]) -> None:
+    for function in (no_arguments, one, two, with_default, rest, positional):
+        both_ways(function, msgspec.json.encode(payload))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -10,18 +11,32 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, overload
 
 import psycopg
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
+from shiftwork.context import Context
 from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
+from shiftwork.events import Subscriber
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
+from shiftwork.logs import Telling
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
-from shiftwork.task import AsyncTask, PlainTask, Surroundings, Task
+from shiftwork.task import (
+    AsyncTask,
+    AsyncTaskWith,
+    OnLost,
+    Options,
+    PlainTask,
+    PlainTaskWith,
+    Surroundings,
+    Task,
+)
+from shiftwork.worker import Middleware, Worker
+from shiftwork.worker.signals import heeding
 
 if TYPE_CHECKING:
     from shiftwork.embedded import Server
@@ -34,11 +49,61 @@ Answers = dict[int, str]
 log = logging.getLogger("shiftwork")
 
 
+Awaited = Coroutine[Any, Any, R]
+Tx = psycopg.Connection[Any]
+AsyncTx = psycopg.AsyncConnection[Any]
+
+
+class Unlike:
+    """What no worker hands in: a first parameter that would take it takes anything, so nothing can be told from it."""
+
+
 class Declare(Protocol):
-    """What `@app.task(…)` is: it turns a function into a task."""
+    """What `@app.task(…)` is: it turns a function into a task.
+
+    What the worker hands in, and a caller therefore need not give, is known to type checkers only if it comes first.
+    """
 
     @overload
-    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Unlike, P], Awaited[R]], /
+    ) -> AsyncTask[..., R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Unlike, P], R], /) -> PlainTask[..., R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Context, AsyncTx, P], Awaited[R]], /
+    ) -> AsyncTaskWith[Concatenate[Context, AsyncTx, P], P, R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[AsyncTx, Context, P], Awaited[R]], /
+    ) -> AsyncTaskWith[Concatenate[AsyncTx, Context, P], P, R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Context, P], Awaited[R]], /
+    ) -> AsyncTaskWith[Concatenate[Context, P], P, R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[AsyncTx, P], Awaited[R]], /
+    ) -> AsyncTaskWith[Concatenate[AsyncTx, P], P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, Tx, P], R], /
+    ) -> PlainTaskWith[Concatenate[Context, Tx, P], P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Tx, Context, P], R], /
+    ) -> PlainTaskWith[Concatenate[Tx, Context, P], P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, P], R], /
+    ) -> PlainTaskWith[Concatenate[Context, P], P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Tx, P], R], /
+    ) -> PlainTaskWith[Concatenate[Tx, P], P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Awaited[R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
     def __call__(self, function: Callable[P, R], /) -> PlainTask[P, R]: ...
 
@@ -76,6 +141,8 @@ class App(Surroundings):
         self._client: Client | None = None
         self._server: Server | None = None
         self._opening = threading.Lock()
+        self._middleware: list[Middleware] = []
+        self._subscribers: list[Subscriber] = []
 
     def __repr__(self) -> str:
         return f"<App with {len(self._tasks)} tasks in schema {self.settings.schema}>"
@@ -86,7 +153,21 @@ class App(Surroundings):
         return MappingProxyType(self._tasks)
 
     @overload
-    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
+    def task(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Unlike, P], Awaited[R]], /
+    ) -> AsyncTask[..., R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[Unlike, P], R], /) -> PlainTask[..., R]: ...
+    @overload
+    def task(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Context, P], Awaited[R]], /
+    ) -> AsyncTaskWith[Concatenate[Context, P], P, R]: ...
+    @overload
+    def task(
+        self, function: Callable[Concatenate[Context, P], R], /
+    ) -> PlainTaskWith[Concatenate[Context, P], P, R]: ...
+    @overload
+    def task(self, function: Callable[P, Awaited[R]], /) -> AsyncTask[P, R]: ...  # type: ignore[overload-overlap]
     @overload
     def task(self, function: Callable[P, R], /) -> PlainTask[P, R]: ...
     @overload
@@ -106,6 +187,12 @@ class App(Surroundings):
         merge: str | Mapping[str, str] | None = None,
         tags: Sequence[str] | None = None,
         keep: timedelta | int | None = None,
+        transaction: bool = False,
+        concurrency: int | None = None,
+        on_lost: OnLost = "requeue",
+        max_resets: int | None = None,
+        codes: Mapping[type[BaseException], str] | None = None,
+        default_code: str | None = None,
     ) -> Declare: ...
     def task(
         self,
@@ -124,8 +211,24 @@ class App(Surroundings):
         merge: str | Mapping[str, str] | None = None,
         tags: Sequence[str] | None = None,
         keep: timedelta | int | None = None,
+        transaction: bool = False,
+        concurrency: int | None = None,
+        on_lost: OnLost = "requeue",
+        max_resets: int | None = None,
+        codes: Mapping[type[BaseException], str] | None = None,
+        default_code: str | None = None,
     ) -> Any:
         """Declare a function as a task; it is known by `name`, or else by the name of the function."""
+        running = Options(
+            retry=retry,
+            timeout=timeout,
+            transaction=transaction,
+            concurrency=concurrency,
+            on_lost=on_lost,
+            max_resets=max_resets,
+            codes=codes or {},
+            default_code=default_code,
+        )
         attempts = None if retry is None else retry.max_attempts or UNLIMITED
         options = sending(
             queue=queue,
@@ -148,9 +251,7 @@ class App(Surroundings):
                     "give one of them another name: @app.task(name=…)"
                 )
             kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
-            task: Task[Any, Any] = kind(
-                self, function, name=called, retry=retry, timeout=timeout, options=options
-            )
+            task: Task[Any, Any] = kind(self, function, name=called, options=options, running=running)
             _check_merge_arguments(task, merge)
             self._tasks[called] = task
             return task
@@ -317,6 +418,49 @@ class App(Surroundings):
             if gone is not None:
                 self._server, _ = _serve(self.settings)
                 gone.close()
+
+    def middleware(self, layer: Middleware) -> Middleware:
+        """Wrap every attempt on a worker of this app; the first layer that was declared is outermost.
+
+        @app.middleware
+        async def timed(context, call):
+            with timer(context.job.task):
+                return await call()
+        """
+        if not inspect.iscoroutinefunction(layer):
+            raise ConfigurationError("middleware is an async function of two arguments: context and call")
+        self._middleware.append(layer)
+        return layer
+
+    def subscribe(self, subscriber: Subscriber) -> Subscriber:
+        """Let a function see what happens in workers of this app; see `shiftwork.events`."""
+        self._subscribers.append(subscriber)
+        return subscriber
+
+    def run_worker(self, **settings: Any) -> bool:  # noqa: ANN401
+        """Run jobs until told to stop (TERM, INT or HUP), as `shiftwork worker` does; says whether all went well.
+
+        app.run_worker(queues="mail,default", concurrency=20)
+        """
+        return asyncio.run(self.arun_worker(**settings))
+
+    async def arun_worker(self, *, signals: bool = True, **settings: Any) -> bool:  # noqa: ANN401
+        """Run jobs until told to stop or cancelled; without `signals`, those are left to the caller."""
+        worker = await self.worker(**settings)
+        with heeding(worker) if signals else contextlib.nullcontext():
+            return await worker.run()
+
+    async def worker(self, **settings: Any) -> Worker:  # noqa: ANN401
+        """A worker for the tasks of this app, not running yet; `settings` overrule those of the app."""
+        client = await self.aclient()
+        chosen = self.settings.changed(**settings)
+        return Worker(
+            chosen,
+            self._tasks,
+            middleware=self._middleware,
+            subscribers=[Telling(), *self._subscribers],
+            revive=client.revive,
+        )
 
     def close(self) -> None:
         """Close the connections, of both worlds, and let go of the embedded server; it can be used again."""

@@ -9,13 +9,17 @@ default that was not given is not stored, so a later, better default also serves
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import cached_property
+from operator import attrgetter
 from pathlib import PurePath
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -32,16 +36,24 @@ _FIELD = re.compile(r"(?s)(.*) field `(.*)`")
 _VALUE = re.compile(r"(?s)^(Invalid (?:enum )?value) .*?(?= - at `|$)")
 _json = msgspec.json.Encoder()
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call: by position, and by name."""
+
 
 class Signature:
     """How a task is called: binds, checks and converts its arguments, both ways."""
 
     def __init__(
-        self, task: str, function: Callable[..., Any], injected: frozenset[type] = frozenset()
+        self,
+        task: str,
+        function: Callable[..., Any],
+        injected: frozenset[type] = frozenset(),
+        injected_names: frozenset[str] = frozenset(),
     ) -> None:
         self.task = task
         self.function = function
         self._injected = injected
+        self._injected_names = injected_names
         try:
             self._signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
@@ -85,7 +97,11 @@ class Signature:
             )
         return msgspec.Raw(encoded)
 
-    def decode(self, payload: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def decode_json(self, text: str | bytes) -> Call:
+        """The same as `decode`, from the text as it is stored, and quickly where the signature allows it."""
+        return self._reader(text)
+
+    def decode(self, payload: Mapping[str, Any]) -> Call:
         """Arguments to call the function with; what is injected is left for the caller to add."""
         if not isinstance(payload, Mapping):
             raise InvalidArgument(f"task {self.task!r}: the payload is not a JSON object", task=self.task)
@@ -102,9 +118,17 @@ class Signature:
         return tuple(args), {**kwargs, **converted}
 
     @cached_property
-    def injected(self) -> dict[str, type]:
-        """Parameters that the worker fills in at run time, and that are therefore never stored."""
-        return {name: hint for name, hint in self._hints.items() if self._is_injected(hint)}
+    def injected(self) -> dict[str, Any]:
+        """Parameters that the worker fills in at run time, and that are therefore never stored; with their types."""
+        hints = {name: plain_type(self._hints.get(name, Any)) for name in self._signature.parameters}
+        found = {name: hint for name, hint in hints.items() if self._is_injected(name, hint)}
+        for name in found:
+            parameter = self._signature.parameters[name]
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigurationError(
+                    f"task {self.task!r}: {name!r} is handed in by name, so it cannot stand before a / or be {parameter}"
+                )
+        return found
 
     def takes(self, argument: str) -> bool:
         """Whether the task can be given an argument of that name."""
@@ -202,8 +226,58 @@ class Signature:
                 f"task {self.task!r}: an annotation cannot be followed: {error}"
             ) from error
 
-    def _is_injected(self, hint: object) -> bool:
+    def _is_injected(self, name: str, hint: object) -> bool:
+        if name in self._injected_names:
+            return True
         return isinstance(hint, type) and any(issubclass(hint, kind) for kind in self._injected)
+
+    @cached_property
+    def _reader(self) -> Callable[[str | bytes], Call]:
+        """How a payload becomes arguments: in one go if it can, and with patience, and words, if it cannot."""
+        patient, parameters = self._decode_patiently, self._callable.parameters.values()
+        if any(it.kind in (it.POSITIONAL_ONLY, it.VAR_KEYWORD) for it in parameters):
+            return patient
+        decode = msgspec.json.Decoder(self._arguments, dec_hook=_build).decode
+        names = [it.name for it in parameters]
+        optional = [it.name for it in parameters if it.default is not it.empty]
+
+        def by_name(text: str | bytes) -> Call:
+            try:
+                kwargs = msgspec.structs.asdict(decode(text))
+            except Exception:  # noqa: BLE001  -- it is looked at again, and then told
+                return patient(text)
+            for name in optional:
+                if kwargs[name] is msgspec.UNSET:
+                    del kwargs[name]
+            return (), kwargs
+
+        first = [*self._signature.parameters][: len(names)]
+        if optional or not names or names != first or any(it.kind is it.KEYWORD_ONLY for it in parameters):
+            return by_name
+        take = attrgetter(*names)
+
+        def by_position(text: str | bytes) -> Call:
+            try:
+                values = take(decode(text))
+            except Exception:  # noqa: BLE001  -- it is looked at again, and then told
+                return patient(text)
+            return (values if several else (values,)), {}
+
+        several = len(names) > 1
+        return by_position
+
+    def _decode_patiently(self, text: str | bytes) -> Call:
+        payload, readable = read_json(text)
+        if not readable:
+            raise InvalidArgument(f"task {self.task!r}: the payload cannot be read", task=self.task)
+        try:
+            return self.decode(payload)
+        except (InvalidArgument, ConfigurationError):
+            raise
+        except Exception as error:  # types of the user's own take part, and may raise anything
+            raise InvalidArgument(
+                f"task {self.task!r}: the payload cannot be read: {type(error).__name__}", task=self.task
+            ) from error
 
     @cached_property
     def _callable(self) -> inspect.Signature:
@@ -246,6 +320,36 @@ class Signature:
                 f"task {self.task!r}: an annotation cannot be followed: {error}"
             ) from error
         return record
+
+
+def plain_type(hint: Any) -> Any:  # noqa: ANN401
+    """The class that an annotation is about: without what is said beside it, its parameters, or that it may be None."""
+    if get_origin(hint) is Annotated:
+        return plain_type(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        choices = [choice for choice in get_args(hint) if choice is not type(None)]
+        return plain_type(choices[0]) if len(choices) == 1 else hint
+    return get_origin(hint) or hint
+
+
+def read_json(text: str | bytes | None) -> tuple[Any, bool]:
+    """A stored JSON document, and whether it could be read."""
+    if text is None:
+        return None, True
+    try:
+        return msgspec.json.decode(text), True
+    except (msgspec.MsgspecError, UnicodeError):
+        pass  # numbers that msgspec does not take: try more patiently
+    except RecursionError:
+        return None, False
+    try:
+        return json.loads(text, parse_int=_patient_int), True
+    except (ValueError, RecursionError):
+        return None, False
+
+
+def _patient_int(digits: str) -> int | Decimal:
+    return int(digits) if len(digits) < 4000 else Decimal(digits)
 
 
 def encode_result(value: object) -> bytes:

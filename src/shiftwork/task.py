@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
+
+import psycopg
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
 from shiftwork.codec import Signature
+from shiftwork.context import Context
+from shiftwork.errors import ConfigurationError
 from shiftwork.job import Action, NewJob, Scope, sending
 from shiftwork.retry import Retry
-from shiftwork.settings import Settings
+from shiftwork.settings import LONGEST, Rule, Settings, choice, length, maybe, switch, whole
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+
+OnLost = Literal["requeue", "fail"]
 
 
 class Surroundings:
@@ -48,6 +57,12 @@ class Sending(Generic[P, R]):
     def name(self) -> str:
         """What the task is called, in the database too."""
         return self.signature.task
+
+    @property
+    def queue(self) -> str | None:
+        """Where its jobs go, unless they are sent elsewhere; None is `default`."""
+        queue: str | None = self._options.get("queue")
+        return queue
 
     def job(self, *args: P.args, **kwargs: P.kwargs) -> NewJob[R]:
         """A job with these arguments, for `app.enqueue_many`."""
@@ -111,6 +126,44 @@ class Sending(Generic[P, R]):
 _RIVALS = {"delay": "run_at", "run_at": "delay", "expires_in": "expires_at", "expires_at": "expires_in"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How the jobs of a task are run."""
+
+    retry: Retry | None = None
+    timeout: timedelta | None = None
+    transaction: bool = False
+    concurrency: int | None = None
+    on_lost: OnLost = "requeue"
+    max_resets: int | None = None
+    codes: Mapping[type[BaseException], str] = field(default_factory=dict)
+    default_code: str | None = None
+
+    def check(self, task: str) -> None:
+        """Refuse what cannot be, with what it may be."""
+        for name, (allowed, take) in _RULES.items():
+            value = getattr(self, name)
+            try:
+                take(value)
+            except (ValueError, TypeError):
+                raise ConfigurationError(
+                    f"task {task!r}: {name} is {value!r}; it must be {allowed}"
+                ) from None
+
+
+_RULES: Mapping[str, Rule] = {
+    "timeout": maybe(length(timedelta(milliseconds=1), LONGEST)),
+    "transaction": switch(),
+    "concurrency": maybe(whole(1, 10_000)),
+    "on_lost": choice("requeue", "fail"),
+    "max_resets": maybe(whole(0, 1_000_000)),
+}
+TX = "tx"
+"""The parameter that takes the connection of a transactional task, if no annotation says so."""
+
+_CONNECTIONS = (psycopg.Connection, psycopg.AsyncConnection)
+
+
 class Task(Sending[P, R]):
     """Something that can be done now, by calling it, or later, by enqueueing it.
 
@@ -119,24 +172,78 @@ class Task(Sending[P, R]):
     send_email("ada@example.org", subject="hi")     # here and now: no queue, no retry, no record
     """
 
+    is_async = False
+
     def __init__(
         self,
         app: Surroundings,
-        function: Callable[P, Any],
+        function: Callable[..., Any],
         *,
         name: str,
-        retry: Retry | None,
-        timeout: timedelta | None,
         options: Mapping[str, Any],
+        running: Options,
     ) -> None:
-        super().__init__(app, Signature(name, function), options)
+        running.check(name)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigurationError(
+                f"task {name!r} is a generator, which ends before it begins; return a list"
+            )
+        named = frozenset({TX} if running.transaction else ())
+        super().__init__(app, Signature(name, function, frozenset({Context, *_CONNECTIONS}), named), options)
         functools.update_wrapper(cast("Any", self), function)
         self.function = function
-        self.retry = retry
-        self.timeout = timeout
+        self.retry = running.retry
+        self.timeout = running.timeout
+        self.transaction = running.transaction
+        self.concurrency = running.concurrency
+        self.on_lost: OnLost = running.on_lost
+        self.max_resets = running.max_resets
+        self.codes = dict(running.codes)
+        self.default_code = running.default_code
+        try:
+            _ = self.connection_parameter
+        except ConfigurationError as error:
+            if not isinstance(error.__cause__, NameError):
+                raise  # else an annotation names something that may be defined further down: look again at first use
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
+
+    @functools.cached_property
+    def context_parameters(self) -> tuple[str, ...]:
+        """The parameters that take the context of the attempt."""
+        return tuple(name for name in self.signature.injected if name != self.connection_parameter)
+
+    @functools.cached_property
+    def connection_parameter(self) -> str | None:
+        """The parameter that takes the connection of a transactional task."""
+        wanted = psycopg.AsyncConnection if self.is_async else psycopg.Connection
+        found = {
+            name: kind
+            for name, kind in self.signature.injected.items()
+            if not (isinstance(kind, type) and issubclass(kind, Context))
+        }
+        writes = f"write {TX}: psycopg.{wanted.__name__}"
+        if not self.transaction:
+            if found:
+                raise ConfigurationError(
+                    f"task {self.name!r}: {', '.join(found)} takes a connection, which only a transactional task is "
+                    "given; write @app.task(transaction=True)"
+                )
+            return None
+        if len(found) != 1:
+            many = f"{' and '.join(found)} take it" if found else "no parameter takes it"
+            raise ConfigurationError(
+                f"task {self.name!r} is given its transaction once, and {many}; {writes}"
+            )
+        [(name, kind)] = found.items()
+        if kind not in (Any, object) and not (isinstance(kind, type) and issubclass(wanted, kind)):
+            kinds = "an async function" if self.is_async else "a plain function"
+            raise ConfigurationError(
+                f"task {self.name!r}: {name} is annotated {getattr(kind, '__name__', kind)}, and {kinds} is given a "
+                f"psycopg.{wanted.__name__}; {writes}"
+            )
+        return name
 
 
 class PlainTask(Task[P, R]):
@@ -150,6 +257,24 @@ class PlainTask(Task[P, R]):
 class AsyncTask(Task[P, R]):
     """A task whose function is awaited."""
 
+    is_async = True
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        result: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
+        return result
+
+
+class PlainTaskWith(PlainTask[P, R], Generic[Q, P, R]):
+    """A plain task to which the worker hands something: who calls it hands it in, who enqueues it does not."""
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:  # type: ignore[override]
+        result: R = self.function(*args, **kwargs)
+        return result
+
+
+class AsyncTaskWith(AsyncTask[P, R], Generic[Q, P, R]):
+    """An awaited task to which the worker hands something: who calls it hands it in, who enqueues it does not."""
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> Coroutine[Any, Any, R]:  # type: ignore[override]
         result: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
         return result

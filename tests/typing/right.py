@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import assert_type
+from typing import Any, assert_type
 from uuid import UUID
 
+import psycopg
+
 import shiftwork
+from shiftwork.context import Context
 
 app = shiftwork.App("postgresql://nowhere/")
 
@@ -23,6 +26,48 @@ async def buy(number: UUID, lines: list[str]) -> int:
 
 @app.task(name="plain")
 def plain() -> None: ...
+
+
+# What the worker hands in comes first, so that type checkers know that nobody has to send it.
+
+
+@app.task
+async def report(context: Context, share: float) -> str:
+    return f"{share}"
+
+
+@app.task(queue="slow")
+def count(context: Context, upto: int) -> int:
+    return upto
+
+
+@app.task(transaction=True)
+async def book(tx: psycopg.AsyncConnection, amount: int) -> None: ...
+
+
+@app.task(transaction=True, concurrency=3, on_lost="fail", max_resets=1, codes={KeyError: "NO_SUCH_ROW"})
+def enter(tx: psycopg.Connection[dict[str, Any]], context: Context, row: str) -> bool:
+    return bool(row)
+
+
+@app.task(default_code="BROKEN")
+def anything(payload: Any, times: int = 1) -> int:
+    return times
+
+
+async def use_what_is_handed_in(
+    context: Context, tx: psycopg.AsyncConnection, blocking: psycopg.Connection[dict[str, Any]]
+) -> None:
+    assert_type(report.enqueue(0.5), shiftwork.Handle[str])
+    assert_type(await report(context, 0.5), str)
+    assert_type(count.using(priority=1).job(upto=3), shiftwork.NewJob[int])
+    assert_type(count(context, upto=3), int)
+    assert_type(await book.aenqueue(5), shiftwork.Handle[None])
+    await book(tx, 5)
+    enter.enqueue("x")
+    enter(blocking, context, "x")
+    anything.enqueue({}, times=2)
+    anything.enqueue(payload=[])
 
 
 async def use() -> None:

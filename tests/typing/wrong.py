@@ -5,7 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from uuid import UUID
 
+import psycopg
+
 import shiftwork
+from shiftwork.context import Context
 
 app = shiftwork.App("postgresql://nowhere/")
 
@@ -18,6 +21,16 @@ def greet(name: str, greeting: str = "hello", *, times: int = 1) -> str:
 @app.task(queue="mail", retry=shiftwork.Retry(max_attempts=5))
 async def buy(number: UUID, lines: list[str]) -> int:
     return len(lines)
+
+
+@app.task
+async def report(context: Context, share: float) -> str:
+    return f"{share}"
+
+
+@app.task(transaction=True)
+def enter(tx: psycopg.Connection, row: str) -> bool:
+    return bool(row)
 
 
 async def use() -> None:
@@ -41,4 +54,10 @@ async def use() -> None:
     text: str = await buy(UUID(int=1), [])  # MISTAKE: it is an int
     app.enqueue_many([greet.job("Ada"), "buy"])  # MISTAKE: not a job
     app.task(queue=5)  # MISTAKE: not a name
+    report.enqueue("half")  # MISTAKE: not a number
+    report.enqueue()  # MISTAKE: the share is missing
+    await report(0.5)  # MISTAKE: who calls it hands the context in
+    enter.enqueue(5)  # MISTAKE: not a row
+    app.task(on_lost="forget")  # MISTAKE: no such choice
+    app.task(concurrency="3")  # MISTAKE: not a number
     print(number, text)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated, Any
+
+import psycopg
+import pytest
+from psycopg.rows import DictRow
+
+from shiftwork.app import App
+from shiftwork.context import Context
+from shiftwork.errors import ConfigurationError, InvalidArgument
+from shiftwork.task import Task
+
+AsyncTx = psycopg.AsyncConnection
+Tx = psycopg.Connection
+
+
+@pytest.fixture
+def app() -> App:
+    return App("postgresql://nowhere/")
+
+
+def stored(task: Task[Any, Any], *args: Any, **kwargs: Any) -> str:
+    return bytes(task.job(*args, **kwargs).payload).decode()
+
+
+def test_a_task_knows_how_its_jobs_are_run(app: App) -> None:
+    @app.task(
+        timeout=timedelta(minutes=5),
+        concurrency=3,
+        on_lost="fail",
+        max_resets=0,
+        codes={KeyError: "NO_SUCH_ROW"},
+        default_code="BROKEN",
+    )
+    async def send(to: str) -> None: ...
+
+    assert (send.timeout, send.concurrency) == (timedelta(minutes=5), 3)
+    assert (send.on_lost, send.max_resets) == ("fail", 0)
+    assert (send.codes, send.default_code) == ({KeyError: "NO_SUCH_ROW"}, "BROKEN")
+    assert send.is_async
+    assert not send.transaction
+
+
+def test_a_task_without_options_has_the_defaults(app: App) -> None:
+    @app.task
+    def send(to: str) -> None: ...
+
+    assert (send.retry, send.timeout, send.concurrency) == (None, None, None)
+    assert (send.on_lost, send.max_resets) == ("requeue", None)
+    assert (send.codes, send.default_code) == ({}, None)
+    assert not send.is_async
+    assert send.context_parameters == ()
+    assert send.connection_parameter is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [
+        ({"concurrency": 0}, "concurrency is 0; it must be a whole number from 1 to 10,000"),
+        ({"concurrency": True}, "from 1 to 10,000"),
+        ({"on_lost": "forget"}, "on_lost is 'forget'; it must be requeue or fail"),
+        ({"max_resets": -1}, "max_resets is -1; it must be a whole number from 0"),
+        ({"timeout": timedelta()}, "a duration from 1ms"),
+        ({"timeout": 5}, "timeout is 5; it must be a duration"),
+        ({"transaction": None}, "transaction is None"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_when_the_task_is_declared(
+    app: App, wrong: dict[str, Any], allowed: str
+) -> None:
+    def send(to: str) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=f"task 'send': .*{allowed}"):
+        app.task(**wrong)(send)
+    assert not app.tasks
+
+
+def test_a_generator_is_refused(app: App) -> None:
+    def some() -> Any:
+        yield 1
+
+    async def more() -> Any:
+        yield 1
+
+    for function in (some, more):
+        with pytest.raises(ConfigurationError, match="return a list"):
+            app.task(function)
+
+
+# What the worker hands in.
+
+
+def test_the_context_is_never_sent_wherever_it_stands(app: App) -> None:
+    @app.task
+    async def first(context: Context, n: int) -> None: ...
+
+    @app.task
+    async def last(n: int, *, context: Context | None = None) -> None: ...
+
+    @app.task
+    def between(n: int, c: Annotated[Context, "the attempt"], m: int = 2) -> None: ...
+
+    for task, name in ((first, "context"), (last, "context"), (between, "c")):
+        assert task.context_parameters == (name,)
+        assert stored(task, 3) == '{"n":3}'
+        assert task.signature.decode_json('{"n":3}') in (((), {"n": 3}), ((3,), {}))
+        with pytest.raises(InvalidArgument, match=name):
+            task.signature.decode_json(f'{{"n":3,"{name}":1}}')
+
+
+def test_a_transactional_task_is_given_a_connection_of_its_kind(app: App) -> None:
+    @app.task(transaction=True)
+    async def by_kind(amount: int, connection: AsyncTx[DictRow]) -> None: ...
+
+    @app.task(transaction=True)
+    def plain(tx: Tx, context: Context, amount: int) -> None: ...
+
+    @app.task(transaction=True)
+    def by_name(tx, amount: int): ...  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+
+    assert [t.connection_parameter for t in (by_kind, plain, by_name)] == ["connection", "tx", "tx"]
+    assert plain.context_parameters == ("context",)
+    for task in (by_kind, plain, by_name):
+        assert task.transaction
+        assert stored(task, amount=3) == '{"amount":3}'
+
+
+def test_tx_is_an_ordinary_argument_of_an_ordinary_task(app: App) -> None:
+    @app.task
+    def look_up(tx: str) -> None: ...
+
+    assert stored(look_up, "0xabc") == '{"tx":"0xabc"}'
+
+
+def test_a_transactional_task_that_cannot_be_given_its_connection_is_refused(app: App) -> None:
+    async def nowhere(n: int) -> None: ...
+    async def twice(tx: AsyncTx, other: AsyncTx) -> None: ...
+    async def of_the_other_kind(tx: Tx) -> None: ...
+    def plain_of_the_other_kind(connection: AsyncTx) -> None: ...
+    async def something_else(tx: str) -> None: ...
+    async def only_by_position(tx: AsyncTx, /, n: int) -> None: ...
+
+    for function, said in (
+        (nowhere, r"no parameter takes it; write tx: psycopg.AsyncConnection"),
+        (twice, r"tx and other take it"),
+        (of_the_other_kind, r"an async function is given a psycopg.AsyncConnection; write tx"),
+        (
+            plain_of_the_other_kind,
+            r"a plain function is given a psycopg.Connection; write tx: psycopg.Connection",
+        ),
+        (something_else, r"tx is annotated str"),
+        (only_by_position, r"'tx' is handed in by name"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            app.task(transaction=True)(function)
+
+
+def test_a_connection_is_given_to_transactional_tasks_only(app: App) -> None:
+    async def book(connection: AsyncTx, n: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"write @app.task\(transaction=True\)"):
+        app.task(book)
+
+
+def test_who_calls_a_task_hands_in_what_the_worker_would(app: App) -> None:
+    # spec: HO-44
+    @app.task(transaction=True)
+    def enter(tx: Tx, amount: int) -> tuple[object, int]:
+        return tx, amount
+
+    mine: Any = object()
+    assert enter(mine, 3) == (mine, 3)
