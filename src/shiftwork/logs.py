@@ -31,13 +31,24 @@ class Telling:
         self._logger = logger
 
     def __call__(self, event: Event) -> None:
-        level, words = _words(event)
         logger = self._logger
+        if isinstance(event, _USUAL) and not logger.isEnabledFor(_level(event)):
+            return  # nothing is put into words that nobody will read
+        level, words = _words(event)
         if words is None or not logger.isEnabledFor(level):
             return
         record = logging.LogRecord(logger.name, level, "", 0, words, None, None)
         record.event = event
         logger.handle(record)
+
+
+_USUAL = (events.JobBegan, events.JobEnded)
+
+
+def _level(event: Event) -> int:
+    if isinstance(event, events.JobEnded):
+        return logging.INFO if event.error is None else logging.ERROR
+    return logging.DEBUG
 
 
 def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912

@@ -107,9 +107,11 @@ class Attempts:
         run.ended = True
         if self._at:
             await self._at("ended")
-        match self._fate(run, ending) if isinstance(ending, Returned | Raised) else ending:
-            case Outcome() as outcome:
-                self._settling.put(run, outcome)
+        fate = self._fate(run, ending) if isinstance(ending, Returned | Raised) else ending
+        if isinstance(fate, Outcome):
+            self._settling.put(run, fate)
+            return
+        match fate:
             case Written(outcome):
                 self._written(run, outcome)
             case After.GIVEN_BACK:

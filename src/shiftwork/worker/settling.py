@@ -47,12 +47,14 @@ class Settling:
         *,
         answered: Callable[[Run, Outcome | None, str], None],
         trouble: Callable[[ShiftworkError | None], None],
+        more: Callable[[], bool],
         at: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
         self._line = line
         self._answered = answered
         self._trouble = trouble
+        self._more = more
         self._at = at
         self._outcomes: deque[Told] = deque()
         self._returns: deque[Run] = deque()
@@ -121,6 +123,8 @@ class Settling:
         pause = PATIENCE[0]
         while True:
             await self._something.wait()
+            while self._more() and len(self._outcomes) < MOST_ROWS // 2:
+                await asyncio.sleep(0)  # more will have ended in a moment
             self._something.clear()
             try:
                 await self._report()

@@ -116,6 +116,7 @@ class Worker:
             Line(self._settings, self._name, self._revive),
             answered=self._answered,
             trouble=lambda error: self._trouble("settling", error),
+            more=lambda: bool(self._slots.ready),
             at=self._at,
         )
         self._transactions = Transactions(self._settings, self._store, self._name)
@@ -450,8 +451,10 @@ class Worker:
 
     def _publish(self, event: Event) -> None:
         for subscriber in self._subscribers:
-            with contextlib.suppress(Exception):  # whoever looks on changes nothing
+            try:
                 subscriber(event)
+            except Exception:  # noqa: BLE001, S110, PERF203  -- whoever looks on changes nothing
+                pass
 
     # Beginning and ending.
 
