@@ -82,6 +82,7 @@ WORDS = {
     "QU-6": "one lease for each worker, renewed while it lives; whoever renews learns what it has lost",
     "QU-7": "a late worker whose job nobody took may still settle it",
     "QU-8": "the reaper takes jobs of lapsed workers, never its own, and wakes others",
+    "QU-9": "a worker that lost a job is told why, and told at once",
     "QU-11": "waits follow a first delay, a factor and a cap, with no end of attempts",
     "QU-12": "a handler can ask to run again at a time; that counts as no failure",
     "QU-13": "the last error is kept in bounds, and gone once the job succeeds",

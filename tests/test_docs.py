@@ -38,6 +38,7 @@ INNER = {
     "complete_insert",
     "days_kept",
     "declare_until",
+    "end_sessions",
     "enqueue_unique",
     "failure",
     "finish",
@@ -62,6 +63,7 @@ INNER = {
     "unsettled_answer",
     "wake",
     "wake_on_insert",
+    "why_lost",
     "will_pass",
 }
 

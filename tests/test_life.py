@@ -290,6 +290,8 @@ def test_a_heartbeat_renews_one_lease_for_all_and_the_reaper_leaves_it_alone(pro
         "lost": [],
         "cancel": [],
         "strays": [],
+        "why": {},
+        "reap": False,
     }
     protocol.shift_clock(timedelta(seconds=16))
     assert protocol.reap() == {}

@@ -126,6 +126,7 @@ def test_prefetched_jobs_are_started_and_what_is_lost_is_told(app: App, perform:
     app.cancel([ids[0]], "too late")
     pulse = perform(operations.heartbeat(store, worker, [*held, (99, 1)], answered=claimed.number))
     assert (pulse.alive, pulse.lost, pulse.cancel, pulse.strays) == (True, [99], {ids[0]: "too late"}, [])
+    assert (pulse.why, pulse.reap) == ({99: "missing"}, False)
 
     perform(operations.leave(store, worker))
     assert perform(operations.reap(store)) == {ids[0]: "cancelled", ids[1]: "ready"}

@@ -12,8 +12,9 @@ import msgspec
 
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan, Rows, Wait
-from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, UnknownJob
+from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, SchemaTooOld, UnknownJob
 from shiftwork.job import Attempt, Job, NewJob, Sent, State, Taken
+from shiftwork.migrate import PROTOCOL
 from shiftwork.outcome import Outcome
 from shiftwork.stores.protocol import Held, Protocol
 
@@ -190,6 +191,28 @@ class Pulse:
     strays: list[int]
     """Jobs that were its own without its knowing; they have been released."""
 
+    why: dict[int, str]
+    """Why each lost job is lost: taken (it lives on without this worker), ended, or missing."""
+
+    reap: bool
+    """Whether another worker's lease has lapsed, and somebody has to reap."""
+
+
+def require(store: Protocol) -> Plan[None]:
+    """Refuse a schema whose protocol is older than ours; a newer one serves older programs."""
+    rows = yield store.installed()
+    installed = rows[0]["protocol"] if rows else 0
+    if installed < PROTOCOL:
+        raise SchemaTooOld(
+            f"the schema {store.schema!r} has protocol {installed}, and {PROTOCOL} is needed; run: shiftwork migrate"
+        )
+
+
+def sleep(store: Protocol, seconds: float) -> Plan[set[str]]:
+    """Ask to be notified of what is inserted from now on; says which transactions were inserting already."""
+    rows = yield store.sleep(seconds)
+    return {row["virtual_transaction"] for row in rows}
+
 
 def register(store: Protocol, **details: object) -> Plan[int]:
     """Become a worker: name, host, pid, queues, lease in seconds, details. Its id is new at every start."""
@@ -341,7 +364,8 @@ def heartbeat(
     )
     answer = msgspec.json.decode(rows[0]["answer"])
     asked = {one["id"]: one["reason"] for one in answer["cancel"]}
-    return Pulse(answer["alive"], answer["lost"], asked, answer["strays"])
+    why = {int(job): reason for job, reason in answer["why"].items()}
+    return Pulse(answer["alive"], answer["lost"], asked, answer["strays"], why, answer["reap"])
 
 
 def reap(

@@ -7,8 +7,10 @@
 -- the wire. They are released, and nothing is counted against them. After a claim that failed without an answer the
 -- worker does not know its number: `reconcile` waits until no claim of this worker is in flight any more and compares
 -- all its rows. Until that is answered it must not claim.
--- The answer: {"alive": true, "lost": [id, …], "cancel": [{"id", "reason"}, …], "strays": [id, …]}. A worker that is
--- not alive was given up by the reaper: all it held is lost, and it has to register anew.
+-- The answer: {"alive": true, "lost": [id, …], "why": {"id": "taken", …}, "cancel": [{"id", "reason"}, …],
+-- "strays": [id, …], "reap": false}. A worker that is not alive was given up by the reaper: all it held is lost, and it has
+-- to register anew. Why: taken (the job lives on without it), ended (it is finished), missing (there is no such job). `reap`
+-- says that the lease of another worker has lapsed, and that somebody has to reap.
 create or replace function shiftwork.heartbeat(request jsonb) returns jsonb
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
@@ -19,7 +21,7 @@ declare
   answered constant bigint := case when reconcile then 9223372036854775807 else coalesce((request ->> 'answered')::bigint, 0) end;
   since constant bigint := case when reconcile then 0 else coalesce((request ->> 'since')::bigint, 0) end;
   mine bigint[];
-  lost jsonb;
+  lost bigint[];
   asked jsonb;
   strays bigint[];
 begin
@@ -30,12 +32,13 @@ begin
      set lease_until = present + shiftwork.lease_of(request), seen_at = present
    where worker.id = holder and worker.gone_at is null;
   if not found then
-    return jsonb_build_object('alive', false, 'cancel', '[]'::jsonb, 'strays', '[]'::jsonb, 'lost', (
-      select coalesce(jsonb_agg(hold.id), '[]') from shiftwork.holds(request -> 'held') as hold));
+    lost := array(select hold.id from shiftwork.holds(request -> 'held') as hold);
+    return jsonb_build_object('alive', false, 'lost', to_jsonb(lost), 'why', shiftwork.why_lost(lost), 'cancel', '[]'::jsonb,
+                              'strays', '[]'::jsonb, 'reap', false);
   end if;
 
   -- By primary key, never by worker: the index of what runs is full of dead entries.
-  select array_agg(job.id) filter (where job.id is not null), coalesce(jsonb_agg(hold.id) filter (where job.id is null), '[]')
+  select array_agg(job.id) filter (where job.id is not null), coalesce(array_agg(hold.id) filter (where job.id is null), '{}')
     into mine, lost
     from shiftwork.holds(request -> 'held') as hold
     left join lateral (
@@ -59,5 +62,24 @@ begin
       strays := '{}';
     end;
   end if;
-  return jsonb_build_object('alive', true, 'lost', lost, 'cancel', asked, 'strays', to_jsonb(coalesce(strays, '{}')));
+  return jsonb_build_object(
+    'alive', true, 'lost', to_jsonb(lost), 'why', shiftwork.why_lost(lost), 'cancel', asked,
+    'strays', to_jsonb(coalesce(strays, '{}')),
+    'reap', exists (select from shiftwork.workers as other
+                     where other.gone_at is null and other.lease_until <= present and other.id <> holder));
+end $$;
+
+-- Why somebody does not hold these jobs any more. Both rooms in one statement: one that is just ending is seen in one of them.
+create or replace function shiftwork.why_lost(ids bigint[]) returns jsonb
+language plpgsql stable set plan_cache_mode = force_generic_plan set jit = off as $$
+begin
+  if cardinality(ids) = 0 then
+    return '{}';
+  end if;
+  return coalesce((
+    select jsonb_object_agg(one, case
+             when exists (select from shiftwork.jobs as job where job.id = one) then 'taken'
+             when exists (select from shiftwork.history as ended where ended.id = one) then 'ended'
+             else 'missing' end)
+      from unnest(ids) as one where one is not null), '{}');
 end $$;

@@ -3,6 +3,9 @@
 -- A job whose code had not begun loses nothing. One that had begun counts a reset; `max_resets` of its task (2 unless registered)
 -- bounds them. The worker's row is locked and its lease read again under that lock, so a heartbeat and the reaper cannot both win.
 -- `reaper` never reaps itself. `thorough` also looks for jobs whose worker has no row at all, or one that was given up.
+--
+-- A job that runs in a transaction is locked, and so out of reach for as long as that is open: for ever, if its worker was
+-- stopped or cut off from us. Then the worker's sessions are ended.
 create or replace function shiftwork.reap(reaper bigint default 0, most int default 1000, thorough boolean default false)
 returns table (id bigint, attempt int, worker bigint, answer text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
@@ -11,6 +14,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off s
 declare
   present constant timestamptz := shiftwork.clock();
   lapsed bigint[];
+  overdue bigint[];
   ids bigint[];
   one bigint;
 begin
@@ -18,6 +22,7 @@ begin
     select one.id from shiftwork.workers as one
      where one.gone_at is null and one.lease_until <= present and one.id <> reaper
      order by one.id for update skip locked);
+  overdue := lapsed;
   if thorough then
     lapsed := lapsed || array(
       with recursive holding as (
@@ -35,34 +40,37 @@ begin
     return;
   end if;
 
-  ids := array(
-    select job.id from shiftwork.jobs as job
-     where job.id = any(array(
-             select theirs.id from shiftwork.jobs as theirs
-              where theirs.state = 'running' and theirs.worker = any(lapsed)
-              order by theirs.worker, theirs.claim limit most for update skip locked))
-       and job.worker = any(lapsed) and (job.state = 'running') is true
-     order by job.id for update skip locked);
-  if cardinality(ids) > 0 then
-    begin
-      return query select * from shiftwork.take_back(ids);
-    exception when others then
-      if shiftwork.will_pass(sqlstate) then
-        raise;
-      end if;
-      -- One of them cannot be written. One by one, so that it stops nobody else.
-      foreach one in array ids loop
-        begin
-          return query select * from shiftwork.take_back(array[one]);
-        exception when others then
-          if shiftwork.will_pass(sqlstate) then
-            raise;
-          end if;
-          raise warning 'job % cannot be taken back: %', one, sqlerrm;
-        end;
-      end loop;
-    end;
-  end if;
+  for turn in 1..2 loop
+    ids := array(
+      select job.id from shiftwork.jobs as job
+       where job.id = any(array(
+               select theirs.id from shiftwork.jobs as theirs
+                where theirs.state = 'running' and theirs.worker = any(lapsed)
+                order by theirs.worker, theirs.claim limit most for update skip locked))
+         and job.worker = any(lapsed) and (job.state = 'running') is true
+       order by job.id for update skip locked);
+    if cardinality(ids) > 0 then
+      begin
+        return query select * from shiftwork.take_back(ids);
+      exception when others then
+        if shiftwork.will_pass(sqlstate) then
+          raise;
+        end if;
+        -- One of them cannot be written. One by one, so that it stops nobody else.
+        foreach one in array ids loop
+          begin
+            return query select * from shiftwork.take_back(array[one]);
+          exception when others then
+            if shiftwork.will_pass(sqlstate) then
+              raise;
+            end if;
+            raise warning 'job % cannot be taken back: %', one, sqlerrm;
+          end;
+        end loop;
+      end;
+    end if;
+    exit when turn = 2 or cardinality(ids) >= most or not shiftwork.end_sessions(overdue);
+  end loop;
 
   -- Given up for good once nothing of theirs is left, locked rows included.
   update shiftwork.workers as one set gone_at = present
@@ -70,7 +78,35 @@ begin
      and not exists (select from shiftwork.jobs as job where job.state = 'running' and job.worker = one.id);
 end $$;
 
--- Jobs, locked by the caller, whose worker was lost.
+-- End the sessions of workers, of which the caller knows under a lock that their lease has lapsed, where jobs of theirs are out
+-- of reach. They are found by the name that a worker gives its sessions: no others, and none of another database. One that
+-- is just writing outcomes is let be, since it is done in a moment. Says whether any was ended.
+create or replace function shiftwork.end_sessions(workers bigint[]) returns boolean language plpgsql as $$
+declare
+  session record;
+  ended boolean := false;
+begin
+  perform pg_stat_clear_snapshot();                    -- who is there now, not when this transaction first looked
+  for session in
+    select activity.pid, activity.application_name as name
+      from pg_catalog.pg_stat_activity as activity
+     where activity.datname = current_database() and activity.pid <> pg_backend_pid()
+       and activity.application_name in (
+             select 'shiftwork ' || one from unnest(workers) as one
+              where exists (select from shiftwork.jobs as job where job.state = 'running' and job.worker = one))
+       and (activity.state is null or activity.state like 'idle in transaction%'        -- null: not for us to see
+            or activity.xact_start < clock_timestamp() - interval '5 seconds')
+  loop
+    begin
+      ended := pg_terminate_backend(session.pid, 1000) or ended;
+    exception when insufficient_privilege then
+      raise warning 'the session of "%", which has lost its lease, cannot be ended: %', session.name, sqlerrm;
+    end;
+  end loop;
+  return ended;
+end $$;
+
+-- Jobs, locked by the caller, whose worker was lost. Whoever runs their code is told.
 create or replace function shiftwork.take_back(ids bigint[])
 returns table (id bigint, attempt int, worker bigint, answer text) language plpgsql as $$
 #variable_conflict use_column
@@ -120,6 +156,9 @@ begin
       answer := 'ready';
     end if;
     continue when cardinality(ended) = 0;
+    if pg_notification_queue_usage() < 0.5 then
+      perform pg_notify('shiftwork_cancel', lost.id::text);
+    end if;
     return next;
   end loop;
   perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(ids)));
