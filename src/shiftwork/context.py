@@ -151,7 +151,7 @@ class _JobLog(logging.LoggerAdapter[logging.Logger]):
         self._run = run
         self._place = place
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # noqa: ANN401
         if level >= logging.DEBUG:
             text = safe_text(_written(msg, args), 10_000)
             self._place.log(self._run, logging.getLevelName(level).lower(), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -116,8 +117,8 @@ def _ended(
     job: str,
     state: str,
     seconds: float,
-    error: Any,
-    delay: float | None,  # noqa: ANN401
+    error: Mapping[str, Any] | None,
+    delay: float | None,
 ) -> tuple[int, str]:
     if state == "completed":
         return logging.INFO, f"{job} completed in {_took(seconds)}"

@@ -13,7 +13,7 @@ import psycopg
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
-from shiftwork.codec import Signature
+from shiftwork.codec import Signature, safe_text
 from shiftwork.context import Context
 from shiftwork.errors import ConfigurationError
 from shiftwork.job import Action, NewJob, Scope, sending
@@ -208,6 +208,20 @@ class Task(Sending[P, R]):
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the registry says of it: the values that an enqueue leaves out, and what becomes of a lost job."""
+        kept = ("queue", "priority", "max_attempts", "unique_scope", "unique_action", "unique_window")
+        described = (self.function.__doc__ or "").strip().partition("\n")[0]
+        return {
+            "name": self.name,
+            **{name: self._options.get(name) for name in kept},
+            "retry": None if self.retry is None else self.retry.as_json(),
+            "max_resets": self.max_resets,
+            "on_lost": self.on_lost,
+            "description": safe_text(described, 1000) or None,
+        }
 
     @functools.cached_property
     def context_parameters(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from functools import partial
 from types import TracebackType
@@ -38,7 +39,6 @@ from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated
-from shiftwork.worker.threads import Threads
 from shiftwork.worker.transactions import Ours, OursBlocking, Transactions, Unsure
 
 Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -83,18 +83,25 @@ class Attempts:
         self._settings = settings
         self._store = store
         self._settling = settling
-        self._transactions = transactions
+        self.transactions = transactions
         self._middleware = tuple(middleware)
         self._waits = waits
         self._began = began
         self._written = written
         self._dropped = dropped
-        self._threads = Threads()
+        self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
         self._at = at
 
     async def attempt(self, run: Run) -> None:
         """From the claimed job to its outcome, which is then written by others."""
+        try:
+            await self._attempt(run)
+        except Exception as error:  # noqa: BLE001  -- a fault of ours costs this attempt, and not the slot
+            run.ended = True
+            self._settling.put(run, decide(run, Raised(error), USUAL))
+
+    async def _attempt(self, run: Run) -> None:
         if self._at:
             await self._at("began")
         if run.stop is None:
@@ -102,6 +109,8 @@ class Attempts:
             run.began = time.perf_counter()
             ending = await self._called(run)
             run.took = time.perf_counter() - run.began
+            if run.ended:
+                return  # the worker stopped without waiting for it
         else:
             ending = Raised(Interrupted(run.stop.value))
         run.ended = True
@@ -139,39 +148,44 @@ class Attempts:
         retry = USUAL if run.task is None else run.task.retry or USUAL
         return decide(run, ending, retry)
 
-    def _timeout(self, task: Task) -> Any:  # noqa: ANN401
+    def _timeout(self, task: Task) -> timedelta | None:
         return task.timeout or self._settings.timeout
 
     async def _called(self, run: Run) -> Ending | Written | After:
         """How the handler ended, or what came of it if it was transactional."""
+        try:
+            call = self._prepared(run)
+            if run.task.transaction:
+                return await self._transacted(run, call)
+            return Returned(await self._handled(run, call))
+        except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            return self._raised(run, error)
+
+    def _prepared(self, run: Run) -> partial[Any]:
+        """The handler with its arguments, as far as they are stored or known by now."""
         task: Task | None = run.task
         if task is None:
-            return Raised(UnknownHandler(f"this worker has no task {run.name!r}"))
+            raise UnknownHandler(f"this worker has no task {run.name!r}")
         try:
             args, kwargs = task.signature.decode_json(run.payload or "null")
         except InvalidArgument as error:
-            return Raised(UnfitArguments(str(error)))
-        except Exception as error:  # noqa: BLE001  -- types of the user's own take part in it
-            return Raised(error)
-        timeout = task.timeout or self._settings.timeout
+            raise UnfitArguments(str(error)) from None
+        timeout = self._timeout(task)
         if timeout is not None:
             self._deadlines.add(run, timeout.total_seconds())
-        injected = task.signature.injected
-        if injected or self._middleware:
+        if task.context_parameters or self._middleware:
             run.context = Context(run, self, timeout)
-            for name, kind in injected.items():
-                if kind is Context:
-                    kwargs[name] = run.context
-        if task.transaction:
-            return await self._transacted(run, args, kwargs)
-        try:
-            if self._middleware:
-                return Returned(await Isolated(self._wrapped(run, args, kwargs), run, self._waits))
-            if task.is_async:
-                return Returned(await Isolated(task.function(*args, **kwargs), run, self._waits))
-            return Returned(await self._in_thread(run, partial(task.function, *args, **kwargs)))
-        except BaseException as error:  # noqa: BLE001  -- every ending is a value
-            return self._raised(run, error)
+            for name in task.context_parameters:
+                kwargs[name] = run.context
+        return partial(task.function, *args, **kwargs)
+
+    async def _handled(self, run: Run, call: Callable[..., Any]) -> Any:  # noqa: ANN401
+        """What the handler returns, in a context of its own, inside the middleware."""
+        if self._middleware:
+            return await Isolated(self._wrapped(run, call), run, self._waits)
+        if run.task.is_async:
+            return await Isolated(call(), run, self._waits)
+        return await self._in_thread(run, call)
 
     def _raised(self, run: Run, error: BaseException) -> Raised:
         if isinstance(error, asyncio.CancelledError) and run.stop is None and not run.told:
@@ -184,106 +198,43 @@ class Attempts:
         self._waits()
         return await self._threads.run(call, run)
 
-    async def _wrapped(self, run: Run, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """The handler inside the middleware, the first of which is outermost."""
-        task: Task = run.task
-
-        async def innermost() -> Any:  # noqa: ANN401
-            if task.is_async:
-                return await task.function(*args, **kwargs)
-            return await self._in_thread(run, partial(task.function, *args, **kwargs))
-
-        call = innermost
+    async def _wrapped(self, run: Run, call: Callable[..., Any]) -> Any:  # noqa: ANN401
+        """The first layer is outermost."""
+        layered: Callable[[], Awaitable[Any]] = (
+            call if run.task.is_async else partial(self._in_thread, run, call)
+        )
         for layer in reversed(self._middleware):
-            call = partial(layer, run.context, call)  # type: ignore[assignment]
-        return await call()
+            layered = partial(layer, run.context, layered)
+        return await layered()
 
-    # Transactional tasks.
-
-    async def _transacted(
-        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Ending | Written | After:
+    async def _transacted(self, run: Run, call: partial[Any]) -> Ending | Written | After:
+        """The handler inside the job's transaction, which is then closed with the outcome."""
         self._waits()
-        task: Task = run.task
-        tx = next((name for name, kind in task.signature.injected.items() if kind is not Context), None)
-        async with self._transactions.turn:
-            if task.is_async or self._middleware:
-                return await self._transacted_here(run, args, kwargs, tx)
-            there = partial(self._transacted_there, run, args, kwargs, tx)
-            ended: Ending | Written | After = await self._in_thread(run, there)
-            return ended
-
-    async def _transacted_here(
-        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], tx: str | None
-    ) -> Ending | Written | After:
-        task: Task = run.task
         connection: Ours | OursBlocking | None = None
-        try:
-            if task.is_async:
-                connection = await self._transactions.take()
-                await self._transactions.open(run, connection)
-            else:
-                connection = await asyncio.to_thread(self._transactions.take_blocking)
-                await asyncio.to_thread(self._transactions.open_blocking, run, connection)
-            if run.context is not None:
-                run.context.tx = connection
-            if tx is not None:
-                kwargs[tx] = connection
-            ending: Ending
+        async with self.transactions.turn:
             try:
-                if self._middleware:
-                    ending = Returned(await Isolated(self._wrapped(run, args, kwargs), run, self._waits))
-                else:
-                    ending = Returned(await Isolated(task.function(*args, **kwargs), run, self._waits))
+                connection = await self.transactions.take(run)
+                await self.transactions.open(run, connection)
+                if run.context is not None:
+                    run.context.tx = connection
+                if run.task.connection_parameter is not None:
+                    call.keywords[run.task.connection_parameter] = connection
+                ending: Ending
+                try:
+                    ending = Returned(await self._handled(run, call))
+                except BaseException as error:  # noqa: BLE001
+                    ending = self._raised(run, error)
+                run.concluding = True
+                fate = self._fate(run, ending)
+                if not isinstance(fate, Outcome):
+                    return fate
+                await self.transactions.close_with(run, connection, fate)
+                return Written(fate)
             except BaseException as error:  # noqa: BLE001
-                ending = self._raised(run, error)
-            run.concluding = True
-            outcome = self._fate(run, ending)
-            if not isinstance(outcome, Outcome):
-                return outcome
-            document = encode_outcome(outcome)
-            undo = outcome.state is not State.COMPLETED
-            if isinstance(connection, Ours):
-                await self._transactions.close_with(run, connection, document, undo=undo)
-            else:
-                await asyncio.to_thread(
-                    self._transactions.close_blocking_with, run, connection, document, undo=undo
-                )
-        except BaseException as error:  # noqa: BLE001
-            return self._transaction_failed(run, error)
-        finally:
-            if connection is not None:
-                self._transactions.put(connection)
-        return Written(outcome)
-
-    def _transacted_there(
-        self, run: Run, args: Sequence[Any], kwargs: dict[str, Any], tx: str | None
-    ) -> Ending | Written | After:
-        connection: OursBlocking | None = None
-        try:
-            connection = self._transactions.take_blocking()
-            self._transactions.open_blocking(run, connection)
-            if run.context is not None:
-                run.context.tx = connection
-            if tx is not None:
-                kwargs[tx] = connection
-            ending: Ending
-            try:
-                ending = Returned(run.task.function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001
-                ending = Raised(error)
-            run.concluding = True
-            outcome = self._fate(run, ending)
-            if not isinstance(outcome, Outcome):
-                return outcome
-            undo = outcome.state is not State.COMPLETED
-            self._transactions.close_blocking_with(run, connection, encode_outcome(outcome), undo=undo)
-        except BaseException as error:  # noqa: BLE001
-            return self._transaction_failed(run, error)
-        finally:
-            if connection is not None:
-                self._transactions.put(connection)
-        return Written(outcome)
+                return self._transaction_failed(run, error)
+            finally:
+                if connection is not None:
+                    self.transactions.put(connection)
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""
@@ -318,7 +269,7 @@ class Attempts:
         """A transaction of ours in which the job ends."""
         if run.task.transaction:
             raise ConfigurationError("a transactional task ends with its own transaction: use its tx")
-        return _Finishing(self, run, result)
+        return _Finishing(self, run, self._finished(run, result))
 
     def _finished(self, run: Run, result: object) -> Outcome:
         outcome = decide(run, Returned(result), USUAL)
@@ -344,18 +295,18 @@ def _is_interrupted(ending: Ending) -> bool:
 class _Finishing:
     """A transaction in which a job ends."""
 
-    def __init__(self, attempts: Attempts, run: Run, result: object) -> None:
-        self._attempts = attempts
-        self._transactions = attempts._transactions  # noqa: SLF001
+    def __init__(self, attempts: Attempts, run: Run, outcome: Outcome) -> None:
+        self._transactions = attempts.transactions
         self._run = run
-        self._outcome = attempts._finished(run, result)  # noqa: SLF001
+        self._outcome = outcome
         self._connection: Any = None
 
     async def __aenter__(self) -> AsyncConnection[Any]:
-        await self._transactions.turn.acquire()
+        transactions, run = self._transactions, self._run
+        await transactions.turn.acquire()
         try:
-            self._connection = await self._transactions.take()
-            await self._transactions.open(self._run, self._connection)
+            self._connection = await transactions.take(run)
+            await transactions.open(run, self._connection)
         except BaseException:
             self._leave()
             raise
@@ -365,21 +316,21 @@ class _Finishing:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
+        self._run.concluding = error is None
         try:
             if error is None:
-                self._run.concluding = True
-                document = encode_outcome(self._outcome)
-                await self._transactions.close_with(self._run, self._connection, document, undo=False)
+                await self._transactions.close_with(self._run, self._connection, self._outcome)
                 self._run.done = self._outcome
         finally:
             self._run.concluding = False
             self._leave()
 
     def __enter__(self) -> Connection[Any]:
-        self._transactions.acquire_blocking()
+        transactions, run = self._transactions, self._run
+        transactions.acquire_blocking()
         try:
-            self._connection = self._transactions.take_blocking()
-            self._transactions.open_blocking(self._run, self._connection)
+            self._connection = transactions.take_blocking()
+            transactions.open_blocking(run, self._connection)
         except BaseException:
             self._leave()
             raise
@@ -389,11 +340,10 @@ class _Finishing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
+        self._run.concluding = error is None
         try:
             if error is None:
-                self._run.concluding = True
-                document = encode_outcome(self._outcome)
-                self._transactions.close_blocking_with(self._run, self._connection, document, undo=False)
+                self._transactions.close_blocking_with(self._run, self._connection, self._outcome)
                 self._run.done = self._outcome
         finally:
             self._run.concluding = False

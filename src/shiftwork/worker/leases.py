@@ -16,6 +16,7 @@ registers anew. A claim that got no answer may have taken jobs: nothing is claim
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from shiftwork.operations import Pulse
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.line import Line
-from shiftwork.worker.run import Run
+from shiftwork.worker.run import Run, Stop
 
 TOO_LATE = 0.75
 """The part of a lease after which handlers are told, if it could not be renewed."""
@@ -68,10 +69,12 @@ class Leases:
         self._pulse = pulse
         self._lapse = lapse
         self._silence = silence
-        self._line = Line(settings, lambda: f"shiftwork {self.worker}", revive)
+        self._line = Line(settings, lambda: f"{settings.schema} {self.worker}", revive)
+        self.lapsed = False
+        """Whether it is too late to trust in the lease."""
+
         self._seen = 0
         self._renewed = 0.0
-        self._lapsed = False
         self._silent = False
         self._asked: list[Future[bool]] = []
         self._home: asyncio.AbstractEventLoop
@@ -88,7 +91,7 @@ class Leases:
     def begin(self, worker: int, sent: float) -> None:
         """Hold the lease of a worker that was registered when the clock showed `sent`."""
         self._home = asyncio.get_running_loop()
-        self.worker, self._renewed, self._seen, self._lapsed = worker, sent, 0, False
+        self.worker, self._renewed, self._seen, self.lapsed = worker, sent, 0, False
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="shiftwork-lease", daemon=True)
             self._thread.start()
@@ -122,19 +125,20 @@ class Leases:
         beat = self._settings.heartbeat.total_seconds()
         pause = beat
         while not self._closing:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._nudged.wait(), max(pause, 0))
-            except TimeoutError:
-                pass
             if self._closing:
                 break
             self._nudged.clear()
             sent = through_suspend()
             pause = beat if await self._beat(sent) else self.seconds * AGAIN
-            if not self._lapsed:
+            if not self.lapsed:
                 late = self._renewed + self.seconds * TOO_LATE - through_suspend()
                 if late <= 0:
-                    self._lapsed = True
+                    self.lapsed = True
+                    for run in self._holding.copy().values():
+                        if run.stop is None and not (run.ended or run.concluding):
+                            run.stop = Stop.LAPSED  # seen by threads even if the event loop is blocked
                     self._tell(self._lapse)
                 pause = min(pause, max(late, 0))
             pause -= 0 if self._silent else through_suspend() - sent
@@ -184,7 +188,7 @@ class Leases:
             self._silent = False
             self._tell(self._silence, None)
         if worker == self.worker:
-            self._renewed, self._seen, self._lapsed = sent, answered, False
+            self._renewed, self._seen, self.lapsed = sent, answered, False
             self._tell(self._pulse, pulse, held)
         for future in asked:
             future.set_result(True)

@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from shiftwork.codec import Signature
 from shiftwork.job import NewJob, Taken
 from shiftwork.retry import Retry
-
-if TYPE_CHECKING:
-    from shiftwork.context import Context
 
 
 class Stop(StrEnum):
@@ -50,6 +47,14 @@ class Task(Protocol):
     def concurrency(self) -> int | None: ...
     @property
     def codes(self) -> Mapping[type[BaseException], str]: ...
+    @property
+    def entry(self) -> Mapping[str, Any]: ...
+    @property
+    def queue(self) -> str | None: ...
+    @property
+    def context_parameters(self) -> tuple[str, ...]: ...
+    @property
+    def connection_parameter(self) -> str | None: ...
 
 
 class Run(msgspec.Struct, eq=False):
@@ -82,6 +87,9 @@ class Run(msgspec.Struct, eq=False):
     took: float = 0.0
     stop: Stop | None = None
     why: str = ""
+    heard: bool = False
+    """Whether it was told to stop."""
+
     told: int = 0
     """How often its slot was cancelled on its account."""
 

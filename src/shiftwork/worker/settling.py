@@ -115,7 +115,7 @@ class Settling:
     async def drain(self, seconds: float) -> bool:
         """Wait until all is written, so long at most; says whether it is."""
         deadline = self._loop.time() + seconds
-        while self.waiting and self._loop.time() < deadline:
+        while self.waiting and self._loop.time() < deadline:  # noqa: ASYNC110  -- at the very end only
             await asyncio.sleep(0.005)
         return not self.waiting
 
@@ -123,7 +123,7 @@ class Settling:
         pause = PATIENCE[0]
         while True:
             await self._something.wait()
-            while self._more() and len(self._outcomes) < MOST_ROWS // 2:
+            while self._more() and len(self._outcomes) < MOST_ROWS // 2:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # more will have ended in a moment
             self._something.clear()
             try:

@@ -140,12 +140,17 @@ class Deadlines:
         self._stop = stop
         self._heap: list[tuple[float, int, Run]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._most = 1024
 
     def add(self, run: Run, seconds: float) -> None:
         """Stop this attempt after so many seconds, unless it has ended by then."""
         loop = asyncio.get_running_loop()
         when = loop.time() + seconds
         heapq.heappush(self._heap, (when, id(run), run))
+        if len(self._heap) > self._most:
+            self._heap = [one for one in self._heap if not one[2].ended]
+            heapq.heapify(self._heap)
+            self._most = max(1024, 2 * len(self._heap))
         if self._heap[0][2] is run:
             self._set(loop)
 

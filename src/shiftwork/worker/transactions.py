@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import psycopg
@@ -24,16 +25,20 @@ from psycopg.pq import TransactionStatus
 
 from shiftwork.database import Statement, aconnect, connect, translate
 from shiftwork.errors import DatabaseUnavailable, ShiftworkError
+from shiftwork.job import State
+from shiftwork.operations import encode_outcome
+from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.run import Run
+from shiftwork.worker.threads import Threads
 
 
 class Unsure(Exception):  # noqa: N818
     """The commit was sent, and its answer was lost."""
 
 
-class TransactionEnded(ShiftworkError):
+class TransactionEnded(ShiftworkError):  # noqa: N818
     """The handler ended the transaction that is the worker's to end."""
 
     code = "TRANSACTION_ENDED"
@@ -73,13 +78,17 @@ class Transactions:
         self._settings = settings
         self._store = store
         self._name = name
+        self.threads = Threads()
         self.turn = asyncio.Semaphore(settings.transaction_connections)
         self._loop = asyncio.get_running_loop()
         self._idle: deque[Ours] = deque()
         self._idle_blocking: deque[OursBlocking] = deque()
 
-    async def take(self) -> Ours:
-        """A session for an async handler."""
+    async def take(self, run: Run) -> Ours | OursBlocking:
+        """A session of the kind that the handler needs."""
+        if not run.task.is_async:
+            session: OursBlocking = await self.threads.run(self.take_blocking, run)
+            return session
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
@@ -119,29 +128,36 @@ class Transactions:
             while connections:
                 connections.pop().pgconn.finish()
 
-    async def open(self, run: Run, connection: AsyncConnection[Any]) -> None:
+    async def open(self, run: Run, connection: Ours | OursBlocking) -> None:
         """Begin, and lock the job's row under the fence."""
-        await self._execute(connection, self._store.open_transaction(run.id, run.attempt))
+        if isinstance(connection, OursBlocking):
+            await self.threads.run(partial(self.open_blocking, run, connection), run)
+        else:
+            await self._execute(connection, self._opening(run))
 
-    async def close_with(
-        self, run: Run, connection: AsyncConnection[Any], outcome: bytes, *, undo: bool
-    ) -> None:
+    async def close_with(self, run: Run, connection: Ours | OursBlocking, outcome: Outcome) -> None:
+        """Write the outcome and commit, with what the handler did or without."""
+        if isinstance(connection, OursBlocking):
+            await self.threads.run(partial(self.close_blocking_with, run, connection, outcome), run)
+        else:
+            _refuse_ended(connection)
+            await self._execute(connection, self._closing(run, outcome), commits=True)
+
+    def open_blocking(self, run: Run, connection: OursBlocking) -> None:
+        """Begin, and lock the job's row under the fence."""
+        self._execute_blocking(connection, self._opening(run))
+
+    def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> None:
         """Write the outcome and commit, with what the handler did or without."""
         _refuse_ended(connection)
-        statement = self._store.close_transaction(run.worker, outcome, undo=undo)
-        await self._execute(connection, statement, commits=True)
+        self._execute_blocking(connection, self._closing(run, outcome), commits=True)
 
-    def open_blocking(self, run: Run, connection: Connection[Any]) -> None:
-        """Begin, and lock the job's row under the fence."""
-        self._execute_blocking(connection, self._store.open_transaction(run.id, run.attempt))
+    def _opening(self, run: Run) -> Statement:
+        return self._store.open_transaction(run.id, run.attempt)
 
-    def close_blocking_with(
-        self, run: Run, connection: Connection[Any], outcome: bytes, *, undo: bool
-    ) -> None:
-        """Write the outcome and commit, with what the handler did or without."""
-        _refuse_ended(connection)
-        statement = self._store.close_transaction(run.worker, outcome, undo=undo)
-        self._execute_blocking(connection, statement, commits=True)
+    def _closing(self, run: Run, outcome: Outcome) -> Statement:
+        undo = outcome.state is not State.COMPLETED
+        return self._store.close_transaction(run.worker, encode_outcome(outcome), undo=undo)
 
     async def _execute(
         self, connection: AsyncConnection[Any], statement: Statement, *, commits: bool = False

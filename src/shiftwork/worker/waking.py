@@ -107,7 +107,7 @@ class Listener:
 
     @property
     def _own(self) -> str:
-        return f"{self._settings.schema}_{self._name().replace(' ', '_')}"[:63]
+        return self._name().replace(" ", "_")
 
     async def _hear(self) -> None:
         connection = self._connection

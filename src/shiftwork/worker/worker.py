@@ -45,6 +45,9 @@ BRISK = 200.0
 """Jobs a second from which on it does not pay to go to sleep between them."""
 
 NAP = 0.005
+LOCKED = 0.05
+"""Seconds until a job is looked for again that is due, and that somebody has locked."""
+
 EXPIRE_EVERY = 60.0
 THOROUGH_EVERY = 600.0
 STUBBORN = 5.0
@@ -82,6 +85,7 @@ class Worker:
         self._middleware = middleware
         self._revive = revive
         self._at = at
+        self._wake = Wake()
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
         self._stopping: str | None = None
@@ -100,7 +104,6 @@ class Worker:
 
     async def run(self) -> bool:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
-        self._wake = Wake()
         self._line = Line(self._settings, self._name, self._revive)
         self._leases = Leases(
             self._settings,
@@ -126,7 +129,7 @@ class Worker:
             self._settling,
             self._transactions,
             middleware=self._middleware,
-            waits=lambda: self._slots.wake(),
+            waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             began=self._began,
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
@@ -137,13 +140,23 @@ class Worker:
         self._listener = Listener(
             self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
         )
-        await self._begin()
-        if self._stopping is None:
-            async with self._settling, self._slots:
-                async with self._listener:
-                    await self._loop()
-                await self._wind_up()
-        return await self._end()
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await self._begin()
+            if self.id:
+                async with self._settling, self._slots:
+                    try:
+                        async with self._listener:
+                            await self._loop()
+                    except asyncio.CancelledError as error:
+                        cancelled = error
+                        self.stop("cancelled", now=True)
+                    await self._wind_up()
+        finally:
+            clean = await self._end()
+        if cancelled is not None:
+            raise cancelled
+        return clean
 
     async def _loop(self) -> None:
         ends = self._ends_at()
@@ -153,8 +166,11 @@ class Worker:
                 if self._given_up:
                     await self._register()
                 if self._unanswered:
-                    self._unanswered = not await self._leases.reconcile()
-                idle = not (self._unanswered or self._given_up) and await self._fill()
+                    await self._reconcile()
+                if self._leases.lapsed:
+                    await self._wake_or(self._leases.seconds / 10)  # what is claimed now would soon be lost
+                    continue
+                idle = await self._fill()
                 if self._reap_due:
                     await self._reap()
                 if self._stopping is None and not (idle and self._is_done()):
@@ -179,6 +195,13 @@ class Worker:
 
     # Claiming.
 
+    async def _reconcile(self) -> None:
+        if not await self._leases.reconcile():
+            raise DatabaseUnavailable(
+                "what a claim without an answer took could not be found yet", maybe_committed=False
+            )
+        self._unanswered = False
+
     async def _fill(self) -> bool:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
@@ -186,13 +209,13 @@ class Worker:
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
                 return False
-            if lane.left <= 0:
-                idle = False
-                continue
-            claimed = await self._claim(lane)
+            wish = self._lanes.wish()
+            if lane.left <= 0 or not wish:
+                continue  # until a slot is freed
+            claimed = await self._claim(lane, wish)
             if claimed is None:
                 return False
-            idle = idle and not claimed.taken and not claimed.more
+            idle = idle and not claimed.more
             self._due = claimed.next_due_in
         return idle
 
@@ -203,10 +226,7 @@ class Worker:
             room = min(room, self._settings.max_jobs - self.jobs)
         return min(room, BATCH, UNWRITTEN - self._settling.waiting)
 
-    async def _claim(self, lane: Lane) -> Claimed | None:
-        wish = self._lanes.wish()
-        if not wish:
-            return None
+    async def _claim(self, lane: Lane, wish: Mapping[str, int | None]) -> Claimed | None:
         free = self._slots.free
         want = min(self._room(), lane.left)
         if lane.limits:
@@ -278,7 +298,8 @@ class Worker:
 
     async def _rest(self, idle: bool, ends: float | None) -> None:
         if self._room() <= 0:
-            await self._wake_or(None if ends is None else ends - time.monotonic())
+            crowded = self._slots.free > 0  # with outcomes that wait to be written
+            await self._wake_or(NAP if crowded else None if ends is None else ends - time.monotonic())
         elif not idle:
             return
         elif self._rate > BRISK:
@@ -296,7 +317,7 @@ class Worker:
             return
         await self._expire()
         now = time.monotonic()
-        until = now + min(self._poll(), max(self._due or 0, 0) if self._due is not None else 3600)
+        until = now + min(self._poll(), 3600 if self._due is None else max(self._due, LOCKED))
         until = until if ends is None else min(until, ends)
         pause = 0.005
         await self._reached("asleep")
@@ -345,7 +366,7 @@ class Worker:
             self._window = (since, many + taken)
 
     def _is_done(self) -> bool:
-        if not self._settings.stop_when_idle or self._slots.busy or self._backlog or self._settling.waiting:
+        if not self._settings.stop_when_idle or self.holding:
             return False
         self.stop("nothing is left to do")
         return True
@@ -354,13 +375,14 @@ class Worker:
 
     def tell(self, run: Run, stop: Stop, why: str) -> None:
         """Tell an attempt to end."""
-        if run.ended or run.concluding or (run.stop is not None and stop is not Stop.LOST):
+        if run.ended or run.concluding:
             return
         if stop is Stop.LOST and (run.concluded or run.done is not None):
             return  # it ended the job itself
-        first = run.stop is None
-        run.stop, run.why = stop, why
-        if first:
+        if run.stop is None or stop is Stop.LOST:
+            run.stop, run.why = stop, why
+        if not run.heard:
+            run.heard = True
             self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
             if run.slot is not None and run.task is not None and (run.task.is_async or self._middleware):
                 run.told += 1
@@ -395,7 +417,7 @@ class Worker:
 
     def _lapse(self) -> None:
         self._publish(events.LeaseLapsing(self.id, len(self._slots.busy)))
-        for run in list(self._slots.busy):
+        for run in (*self._slots.busy, *self._slots.ready):
             self.tell(run, Stop.LAPSED, "the lease could not be renewed")
 
     def _answered(self, run: Run, outcome: Outcome | None, answer: str) -> None:
@@ -451,9 +473,9 @@ class Worker:
 
     def _publish(self, event: Event) -> None:
         for subscriber in self._subscribers:
-            try:
+            try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
                 subscriber(event)
-            except Exception:  # noqa: BLE001, S110, PERF203  -- whoever looks on changes nothing
+            except Exception:  # noqa: BLE001, S110  -- whoever looks on changes nothing
                 pass
 
     # Beginning and ending.
@@ -464,7 +486,9 @@ class Worker:
         while self._stopping is None:
             try:
                 await self._perform(operations.require(self._store))
-                await self._perform(operations.declare_tasks(self._store, list(self._tasks.values())))
+                await self._perform(
+                    operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
+                )
                 await self._register()
             except DatabaseUnavailable as error:
                 self._trouble("beginning", error)
@@ -488,7 +512,8 @@ class Worker:
                 details={"concurrency": settings.concurrency, "tasks": sorted(self._tasks)},
             )
         )
-        await self._line.close()  # the next one carries our name
+        await self._line.close()  # the next ones carry our name
+        self._transactions.close()
         self._given_up = self._unanswered = False
         self._leases.begin(self.id, sent)
         self._publish(
@@ -511,6 +536,7 @@ class Worker:
             run = self._slots.ready.popleft()
             self._settling.give_back(run)
         grace = 0.0 if self._at_once else self._settings.grace.total_seconds()
+        until = time.monotonic() + max(grace, STUBBORN)
         await self._until_quiet(grace)
         if self._slots.busy:
             for run in list(self._slots.busy):
@@ -520,7 +546,8 @@ class Worker:
         for run in list(self._slots.busy):  # a thread cannot be stopped; its job need not wait for the lease
             run.ended = True
             self._settling.give_back(run)
-        if not await self._settling.drain(max(STUBBORN, self._leases.seconds)):
+        left = 1.0 if self._at_once else max(until - time.monotonic(), 1.0)
+        if not await self._settling.drain(left):
             self._abandoned += self._settling.waiting
 
     async def _until_quiet(self, seconds: float) -> None:
@@ -551,7 +578,8 @@ class Worker:
             await self._at(point)
 
     def _name(self) -> str:
-        return f"shiftwork {self.id}" if self.id else "shiftwork worker"
+        """What our sessions are called: the reaper finds by it those of a worker that is lost."""
+        return f"{self._settings.schema} {self.id or 'worker'}"
 
     def _ends_at(self) -> float | None:
         longest = self._settings.max_time
