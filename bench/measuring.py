@@ -1,0 +1,243 @@
+"""What every measurement needs: the server, pairs that alternate, the floor, and queues to empty."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psycopg
+
+from shiftwork.cursor import Cursor
+from shiftwork.migrate import migrate
+
+BATCH = 250
+PAIRS = 5
+FLOOR = dict(
+    re.findall(
+        r"-- name: (\w+)\n(.*?)(?=\n-- name:|\Z)", (Path(__file__).parent / "floor.sql").read_text(), re.S
+    )
+)
+encode = msgspec.json.Encoder().encode
+
+
+def sql(text: str) -> bytes:
+    """Our own text, put together here."""
+    return text.encode()
+
+
+@dataclass
+class Bench:
+    """The server, how much to do, and what came out."""
+
+    url: str
+    pgbench: Path
+    quick: bool
+    missed: list[str] = field(default_factory=list)
+
+    def connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.url, autocommit=True, prepare_threshold=None)
+
+    def count(self, jobs: int) -> int:
+        return jobs // 10 if self.quick else jobs
+
+    def pairs(
+        self, name: str, goal: float, ours: Callable[[], float], theirs: Callable[[], float], rate: str
+    ) -> None:
+        """Alternate the two, and print the median of the ratios of their rates."""
+        ratios, mine, others = [], [], []
+        for turn in range(PAIRS):
+            both = [ours, theirs] if turn % 2 else [theirs, ours]
+            rates = {measure: measure() for measure in both}
+            mine.append(rates[ours])
+            others.append(rates[theirs])
+            ratios.append(rates[ours] / rates[theirs])
+        self.tell(
+            name, goal, ratios, f"{statistics.median(mine):,.0f} to {statistics.median(others):,.0f} {rate}"
+        )
+
+    def tell(self, name: str, goal: float, ratios: list[float], more: str) -> None:
+        ratio = statistics.median(ratios)
+        verdict = "ok    " if ratio >= goal else "MISSED"
+        if ratio < goal:
+            self.missed.append(name)
+        spread = f"{min(ratios):.2f}–{max(ratios):.2f}"  # noqa: RUF001
+        print(f"  {verdict} {ratio:5.2f}  (goal {goal:.2f}; {spread})  {name}: {more}", flush=True)
+
+    def at_most(self, name: str, limit: float, value: float, unit: str) -> None:
+        """Something that is no ratio, and must not be more than this."""
+        if value > limit:
+            self.missed.append(name)
+        verdict = "ok    " if value <= limit else "MISSED"
+        print(f"  {verdict} {value:5.2f}  (at most {limit:g} {unit})  {name}", flush=True)
+
+
+# Loops that empty a queue, as a worker would: claim a batch, and settle all of it.
+
+
+def drain_floor(connection: psycopg.Connection[Any]) -> None:
+    while rows := connection.execute(sql(FLOOR["claim"]), (1, BATCH)).fetchall():
+        outcomes = [{"id": row[0], "attempt": row[3], "result": None} for row in rows]
+        connection.execute(sql(FLOOR["move"]), (encode(outcomes).decode(), 1))
+
+
+CLAIM = """
+select id, task, payload::text, attempt, queue, priority, (extract(epoch from run_at) * 1000000)::bigint
+  from shiftwork.claim(%s)
+"""
+
+
+def drain(
+    connection: psycopg.Connection[Any],
+    schema: str = "shiftwork",
+    done: Callable[[int], None] = lambda _: None,
+) -> None:
+    claim = sql(CLAIM.replace("shiftwork", schema))
+    settle = sql(f"select id, answer from {schema}.settle(%s)")
+    [worker] = connection.execute(
+        sql(f"select {schema}.register_worker(%s)"), ('{"lease": 3600}',)
+    ).fetchone() or [0]
+    cursor = Cursor()
+    busy: list[dict[str, Any]] = []
+    while True:
+        began = time.monotonic()
+        wish = cursor.wish({"default": BATCH}, began)
+        looked = not wish["queues"][0]["places"]
+        request = {"worker": worker, "want": BATCH, "tasks": ["nothing"], **wish}
+        *rows, last = connection.execute(claim, (encode(request).decode(),)).fetchall()
+        cursor.learn(
+            msgspec.json.decode(last[2]),
+            [(row[4], row[5], row[6], row[0]) for row in rows],
+            began,
+            time.monotonic(),
+        )
+        if not rows and not busy:
+            if looked:
+                return
+            cursor.look()
+            continue
+        outcomes = [
+            *busy,
+            *({"id": row[0], "attempt": row[3], "state": "completed", "result": None} for row in rows),
+        ]
+        request = {"worker": worker, "outcomes": outcomes}
+        answers = connection.execute(settle, (encode(request).decode(),)).fetchall()
+        again = {job for job, answer in answers if answer == "busy"}
+        busy = [outcome for outcome in outcomes if outcome["id"] in again]
+        done(len(outcomes) - len(busy))
+
+
+def rate(bench: Bench, connections: int, jobs: int, loop: Callable[[psycopg.Connection[Any]], None]) -> float:
+    """Jobs per second when so many connections run the loop until nothing is left."""
+    with contextlib.ExitStack() as stack:
+        lent = [stack.enter_context(bench.connect()) for _ in range(connections)]
+        threads = [threading.Thread(target=loop, args=(connection,)) for connection in lent]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return jobs / (time.perf_counter() - began)
+
+
+def fill(bench: Bench, jobs: int, schema: str = "shiftwork", *, delayed: bool = False) -> None:
+    """So many jobs that may be claimed now: ready ones, or delayed ones whose time has come."""
+    with bench.connect() as connection:
+        left = connection.execute(
+            sql(f"select count(*) from {schema}.jobs where state <> 'scheduled'")
+        ).fetchone()
+        assert left == (0,), f"{left} jobs were left over"
+        connection.execute(
+            sql(
+                f"insert into {schema}.jobs (task, payload, queue, priority, max_attempts, state, run_at, created_at) "
+                f"select 'nothing', '{{\"n\": 1}}', 'default', 0, 5, '{'scheduled' if delayed else 'ready'}', moment, moment "
+                f"  from (select now() - (%s - n) * interval '10 microseconds' as moment from generate_series(1, %s) as n) as one"
+            ),
+            (jobs, jobs),
+        )
+        connection.execute(sql(f"vacuum analyze {schema}.jobs"))
+
+
+def fill_floor(bench: Bench, jobs: int) -> None:
+    with bench.connect() as connection:
+        connection.execute(sql(FLOOR["tables"]))
+        connection.execute(sql(FLOOR["fill"]), (jobs,))
+        connection.execute("vacuum analyze floor.jobs")
+
+
+def drained(bench: Bench, connections: int, jobs: int, schema: str = "shiftwork") -> float:
+    fill(bench, jobs, schema)
+    return rate(bench, connections, jobs, lambda connection: drain(connection, schema))
+
+
+def drained_floor(bench: Bench, connections: int, jobs: int) -> float:
+    fill_floor(bench, jobs)
+    return rate(bench, connections, jobs, drain_floor)
+
+
+def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -> float:
+    with tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
+        script.write(text)
+        script.flush()
+        command = [
+            str(bench.pgbench),
+            "-n",
+            "-M",
+            "extended",
+            "-f",
+            script.name,
+            "-c",
+            str(clients),
+            "-j",
+            "2",
+        ]
+        told = subprocess.run(
+            [*command, "-T", str(seconds or (1 if bench.quick else 3)), bench.url],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    found = re.search(r"tps = ([0-9.]+)", told.stdout)
+    assert found, told.stdout
+    return float(found[1])
+
+
+def clear(bench: Bench) -> None:
+    with bench.connect() as connection:
+        connection.execute("truncate shiftwork.jobs")
+
+
+@dataclass
+class Marks:
+    """When each quarter of the jobs was done."""
+
+    jobs: int
+    count: int = 0
+    times: list[float] = field(default_factory=lambda: [time.perf_counter()])
+
+    def add(self, more: int) -> None:
+        self.count += more
+        while len(self.times) <= 4 and self.count >= self.jobs * len(self.times) / 4:
+            self.times.append(time.perf_counter())
+
+    def last_to_first(self) -> float:
+        return (self.times[1] - self.times[0]) / (self.times[4] - self.times[3])
+
+
+@contextlib.contextmanager
+def installed(bench: Bench, schema: str) -> Iterator[psycopg.Connection[Any]]:
+    with bench.connect() as connection:
+        migrate(connection, schema)
+        try:
+            yield connection
+        finally:
+            connection.execute(sql(f"drop schema {schema} cascade"))
