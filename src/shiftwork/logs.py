@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -22,7 +25,8 @@ _CONTROL |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{
 
 def one_line(text: object) -> str:
     """Text that cannot break out of its line, nor steer a terminal."""
-    return str(text).translate(_CONTROL)
+    line = str(text)
+    return line if line.isprintable() else line.translate(_CONTROL)
 
 
 class Telling:
@@ -30,6 +34,7 @@ class Telling:
 
     def __init__(self, logger: logging.Logger = log) -> None:
         self._logger = logger
+        self._stream = _sole_stream(logger)
 
     def __call__(self, event: Event) -> None:
         logger = self._logger
@@ -38,9 +43,25 @@ class Telling:
         level, words = _words(event)
         if words is None or not logger.isEnabledFor(level):
             return
+        if self._stream is not None:
+            self._stream.tell(level, words, event)
+            return
         record = logging.LogRecord(logger.name, level, "", 0, words, None, None)
         record.event = event
         logger.handle(record)
+
+
+def _sole_stream(logger: logging.Logger) -> Stream | None:
+    """Our own handler, if it is the only one: a line for every job need not go through all of logging."""
+    handlers: list[logging.Handler] = []
+    above: logging.Logger | None = logger
+    while above is not None:
+        if above.filters or above.disabled:
+            return None
+        handlers += above.handlers
+        above = above.parent if above.propagate else None
+    [only] = handlers if len(handlers) == 1 else [None]
+    return only if isinstance(only, Stream) and not only.filters else None
 
 
 _USUAL = (events.JobBegan, events.JobEnded)
@@ -140,44 +161,94 @@ def _many(number: int, noun: str) -> str:
 class TextFormatter(logging.Formatter):
     """A line for people: when, how grave, what; lines of a handler say of which job."""
 
+    _second = (0, "")
+
     def format(self, record: logging.LogRecord) -> str:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        words = one_line(record.getMessage())
-        run = None if hasattr(record, "event") else current.get(None)
+        run = current.get(None)
         about = f"job {run.id} {one_line(run.name)}: " if run else ""
-        line = f"{when}.{int(record.msecs):03d} {record.levelname:<7} {about}{words}"
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+        line = self.line(record.created, record.levelno, f"{about}{record.getMessage()}")
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+    def line(self, at: float, level: int, words: str, _: Event | None = None) -> str:
+        """One line."""
+        second = int(at)
+        if self._second[0] != second:
+            self._second = (second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second)))
+        return (
+            f"{self._second[1]}.{int(at % 1 * 1000):03d} {logging.getLevelName(level):<7} {one_line(words)}"
+        )
 
 
 class JsonFormatter(logging.Formatter):
     """A line for programs: one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "at": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        event = getattr(record, "event", None)
-        if event is not None:
-            line |= {"event": type(event).__name__, **msgspec.to_builtins(event, str_keys=True)}
-            line.pop("type", None)
-            if isinstance(error := line.get("error"), dict):
-                line["error"] = {name: error[name] for name in ("code", "type", "message") if name in error}
-        elif run := current.get(None):
-            line |= {"job": run.id, "task": run.name, "queue": run.queue, "attempt": run.attempt}
+        more: dict[str, Any] = {"logger": record.name}
+        if run := current.get(None):
+            more |= {"job": run.id, "task": run.name, "queue": run.queue, "attempt": run.attempt}
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+            more["traceback"] = self.formatException(record.exc_info)
+        return self._written(record.created, record.levelno, record.getMessage(), more)
+
+    def line(self, at: float, level: int, words: str, event: Event) -> str:
+        """One line, with all that the event says; of an error no traceback, which is kept with the job."""
+        more = {"event": type(event).__name__, **msgspec.to_builtins(event, str_keys=True)}
+        more.pop("type", None)
+        if isinstance(error := more.get("error"), dict):
+            more["error"] = {name: error[name] for name in ("code", "type", "message") if name in error}
+        return self._written(at, level, words, more)
+
+    def _written(self, at: float, level: int, words: str, more: dict[str, Any]) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+        line = {"at": f"{when}.{int(at % 1 * 1000):03d}Z", "level": logging.getLevelName(level).lower()}
+        return json.dumps({**line, "message": words, **more}, default=str)
+
+
+class Stream(logging.StreamHandler[TextIO]):
+    """Writes to standard error; what is logged in one go in the event loop is written in one go."""
+
+    formatter: TextFormatter | JsonFormatter
+
+    def __init__(self, formatter: TextFormatter | JsonFormatter) -> None:
+        super().__init__()
+        self.formatter = formatter
+        self._lines: deque[str] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None)
+        try:
+            if event is None:
+                self._put(self.format(record))
+            else:
+                self.tell(record.levelno, record.getMessage(), event)
+        except Exception:  # noqa: BLE001  -- as in logging: a bad line is no reason to fail
+            self.handleError(record)
+
+    def tell(self, level: int, words: str, event: Event) -> None:
+        """Write what an event says."""
+        self._put(self.formatter.line(time.time(), level, words, event))
+
+    def _put(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) == 1:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:
+                self.flush()
+
+    def flush(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            lines = []
+            while self._lines:
+                lines.append(self._lines.popleft())  # threads may add more meanwhile
+            if lines:
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    self.stream.write("\n".join(lines) + "\n")
+                    self.stream.flush()
 
 
 def set_up(level: str, form: str) -> None:
     """Log to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [Stream(JsonFormatter() if form == "json" else TextFormatter())]
     root.setLevel(level.upper())
