@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shiftwork.app import App
     from shiftwork.client import Handle
+    from shiftwork.context import Context
     from shiftwork.errors import (
         Cancel,
         ConfigurationError,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         DuplicateDiffers,
         EmbeddedError,
         FenceLost,
+        Interrupted,
         InvalidArgument,
         JobCancelled,
         JobEnded,
@@ -44,12 +46,14 @@ __all__ = [
     "Attempt",
     "Cancel",
     "ConfigurationError",
+    "Context",
     "DatabaseError",
     "DatabaseUnavailable",
     "DuplicateDiffers",
     "EmbeddedError",
     "FenceLost",
     "Handle",
+    "Interrupted",
     "InvalidArgument",
     "Job",
     "JobCancelled",
@@ -79,6 +83,7 @@ __all__ = [
 _HOMES = {
     "shiftwork.app": ("App",),
     "shiftwork.client": ("Handle",),
+    "shiftwork.context": ("Context",),
     "shiftwork.job": ("Attempt", "Job", "NewJob", "State"),
     "shiftwork.retry": ("Retry",),
     "shiftwork.settings": ("Settings",),
