@@ -1,0 +1,304 @@
+"""A worker in the test's own event loop: what it publishes can be waited for, and it can be held at its named points.
+
+    async with Workshop(app, concurrency=2) as shop:
+        gate = shop.gate("claimed")
+        job = await greet.aenqueue("Ada")
+        await gate.reached()
+        gate.open()
+        await shop.ended(job)
+
+Nobody sleeps: whoever waits is woken by what happens, and after 30 s fails with what was seen until then. At the end
+the worker is stopped, and must have let go of every job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import psycopg
+from psycopg.rows import dict_row
+
+from shiftwork import App
+from shiftwork.events import Event, JobEnded
+from shiftwork.job import Job
+from shiftwork.worker import Worker
+
+PATIENCE = 30.0
+LOOP = {"claiming", "claimed", "declared", "asleep", "stopping"}
+"""The points of the main loop; the others are passed by slots and by the settler."""
+
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+class Gate:
+    """A point of the worker at which everybody has to wait until it is opened."""
+
+    def __init__(self, shop: Workshop, point: str) -> None:
+        self._shop = shop
+        self.point = point
+        self.waiting = 0
+        self.visits = 0
+        self._opened = asyncio.Event()
+
+    async def reached(self, times: int = 1) -> None:
+        """Wait until somebody has come here, so many times."""
+        await self._shop.until(lambda: self.visits >= times, f"{self.point} is reached")
+
+    def open(self) -> None:
+        """Let everybody pass, from now on."""
+        self._opened.set()
+
+    def shut(self) -> None:
+        """Hold whoever comes next."""
+        self._opened.clear()
+
+    async def pass_through(self) -> None:
+        self.visits += 1
+        self.waiting += 1
+        self._shop.stir()
+        try:
+            await self._opened.wait()
+        finally:
+            self.waiting -= 1
+
+
+class Latch:
+    """A place in a handler: it says that it is there, and waits to be let go. For async and for plain functions."""
+
+    def __init__(self) -> None:
+        self.arrived = 0
+        self.inside = 0
+        self.most = 0
+        """The most that were here at once."""
+
+        self._guard = threading.Lock()
+        self._go = threading.Event()
+        self._ago = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stirred: set[asyncio.Event] = set()
+
+    async def hold(self) -> None:
+        """Stay here, in an async function."""
+        self._enter()
+        try:
+            await self._ago.wait()
+        finally:
+            self._leave()
+
+    def hold_blocking(self) -> None:
+        """Stay here, in a thread."""
+        self._enter()
+        try:
+            assert self._go.wait(PATIENCE), "nobody let it go"
+        finally:
+            self._leave()
+
+    async def reached(self, times: int = 1) -> None:
+        """Wait until so many have come."""
+        await until(lambda: self.arrived >= times, self._stirred, lambda: f"{self.arrived} of {times} came")
+
+    def release(self) -> None:
+        """Let everybody go, from now on."""
+        self._go.set()
+        self._ago.set()
+
+    def _enter(self) -> None:
+        with self._guard:
+            self.arrived += 1
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self._loop.call_soon_threadsafe(self._stir)
+
+    def _leave(self) -> None:
+        with self._guard:
+            self.inside -= 1
+
+    def _stir(self) -> None:
+        for event in self._stirred:
+            event.set()
+
+
+class Workshop:
+    """A worker that runs beside the test."""
+
+    def __init__(self, app: App, **settings: Any) -> None:
+        """Polling is set to ten minutes, unless told otherwise: what is found is found because somebody said so."""
+        self.app = app
+        self.worker: Worker
+        self.events: list[Event] = []
+        self.points: Counter[str] = Counter()
+        self.clean: bool | None = None
+        """What the worker's run said, once it is over."""
+
+        self._settings: dict[str, Any] = {"poll": timedelta(minutes=10), **settings}
+        self._gates: dict[str, Gate] = {}
+        self._last_point = ""
+        self._stirred: set[asyncio.Event] = set()
+        self._running: asyncio.Task[bool]
+
+    async def __aenter__(self) -> Self:
+        self.worker = await self.app.worker(**self._settings)
+        self.worker._subscribers.append(self._see)
+        self.worker._at = self._reached
+        self._running = asyncio.create_task(self.worker.run())
+        self._running.add_done_callback(lambda _: self.stir())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for gate in self._gates.values():
+            gate.open()
+        self.worker.stop("the test is over", now=error is not None)
+        try:
+            await self.stopped()
+        except BaseException:
+            if error is None:
+                raise
+            self._running.cancel()
+            return
+        if error is None:
+            left = await self.rows(
+                "select id, task, attempt from shiftwork.jobs where state = 'running' and worker = %s",
+                self.worker.id,
+            )
+            assert not left, f"held by a worker that has stopped: {left}"
+
+    # Waiting.
+
+    async def until(self, condition: Callable[[], T], what: str = "it") -> T:
+        """Wait for a condition, looked at whenever something happens."""
+        what = f"{what} did not come about"
+
+        def looked() -> T:
+            found = condition()
+            if not found and self._running.done():
+                raise AssertionError(f"{what}; {self._seen()}")
+            return found
+
+        return await until(looked, self._stirred, lambda: f"{what}; {self._seen()}")
+
+    async def event(self, kind: type[E], times: int = 1, **fields: object) -> E:
+        """Wait for an event that has these fields, for so many of them if told; the last of these is given."""
+
+        def found() -> list[E]:
+            return self.seen(kind, **fields)[times - 1 :]
+
+        [event, *_] = await self.until(found, f"{kind.__name__}{fields or ''}, {times} of it")
+        return event
+
+    async def ended(self, *jobs: Any, state: str | None = None) -> None:
+        """Wait until an outcome of each of these jobs has been written, in this state if told."""
+
+        def all_ended() -> bool:
+            found = {event.job for event in self.seen(JobEnded) if state in (None, event.state)}
+            return found >= {_id(job) for job in jobs}
+
+        await self.until(all_ended, f"the end of {[_id(job) for job in jobs]}")
+
+    async def stopped(self) -> bool:
+        """Wait until the worker's run is over; gives what it said."""
+        await until(self._running.done, self._stirred, lambda: f"it did not stop; {self._seen(ended=True)}")
+        self.clean = self._running.result()
+        return self.clean
+
+    def seen(self, kind: type[E], **fields: object) -> list[E]:
+        """What was published of this kind, with these fields."""
+        return [
+            event
+            for event in self.events
+            if isinstance(event, kind)
+            and all(getattr(event, name) == _id(value) for name, value in fields.items())
+        ]
+
+    def gate(self, point: str) -> Gate:
+        """Hold the worker when it comes to this point: claiming, claimed, began, ended, settling, settled, declared,
+        asleep, stopping.
+        """
+        if point not in self._gates:
+            self._gates[point] = Gate(self, point)
+        gate = self._gates[point]
+        gate.shut()
+        return gate
+
+    async def asleep(self) -> None:
+        """Wait until the worker sleeps, with nothing left that would wake it, and is known to hear."""
+        await self.until(self._is_asleep, "the sleep of the worker")
+
+    def _is_asleep(self) -> bool:
+        if self._last_point != "asleep" or self.worker._wake._event.is_set():
+            return False
+        return self.worker._listener.proven or not self.worker._settings.notify
+
+    def stir(self) -> None:
+        """Something happened: whoever waits looks again."""
+        for event in self._stirred:
+            event.set()
+
+    # The database.
+
+    async def job(self, job: Any) -> Job:
+        """A job as it is now."""
+        return await self.app.job(_id(job)).ainfo()
+
+    async def rows(self, text: str, *params: object) -> list[Row]:
+        """Ask the database."""
+        async with await psycopg.AsyncConnection.connect(
+            self.app.settings.dsn or "", autocommit=True, row_factory=dict_row
+        ) as connection:
+            cursor = await connection.execute(text.encode(), params or None)
+            return await cursor.fetchall() if cursor.description else []
+
+    async def value(self, text: str, *params: object) -> Any:
+        """Ask the database for one value."""
+        [row] = await self.rows(text, *params)
+        [value] = row.values()
+        return value
+
+    # What the worker tells.
+
+    def _see(self, event: Event) -> None:
+        self.events.append(event)
+        self.stir()
+
+    async def _reached(self, point: str) -> None:
+        self.points[point] += 1
+        if point in LOOP:
+            self._last_point = point
+        self.stir()
+        if gate := self._gates.get(point):
+            await gate.pass_through()
+
+    def _seen(self, *, ended: bool = False) -> str:
+        if self._running.done() and not ended:
+            error = None if self._running.cancelled() else self._running.exception()
+            return f"the worker is not running any more ({error!r}); seen: {self.events}"
+        return f"points {dict(self.points)}; seen: {self.events}"
+
+
+async def until(condition: Callable[[], T], stirred: set[asyncio.Event], seen: Callable[[], str]) -> T:
+    """Wait for a condition, looked at whenever something stirs; after 30 s fail with what was seen."""
+    event = asyncio.Event()
+    stirred.add(event)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not (found := condition()):
+                await event.wait()
+                event.clear()
+    except TimeoutError:
+        raise AssertionError(seen()) from None
+    finally:
+        stirred.discard(event)
+    return found
+
+
+def _id(job: Any) -> Any:
+    return getattr(job, "id", job)
