@@ -9,13 +9,14 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shiftwork import events, operations
 from shiftwork.database import Plan
 from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.events import Event, Subscriber
+from shiftwork.job import State
 from shiftwork.operations import Claimed, Pulse
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
@@ -53,6 +54,9 @@ THOROUGH_EVERY = 600.0
 STUBBORN = 5.0
 """Seconds that handlers have for their cleaning up once they were told to stop at the end of the grace."""
 
+LAST = 1.0
+"""Seconds in which the database has to answer at the very end."""
+
 PATIENCE = (0.5, 30.0)
 """How long to wait after the database was away, at first and at most."""
 
@@ -89,7 +93,12 @@ class Worker:
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
         self._stopping: str | None = None
+        self._stopped_at = 0.0
+        self._told = asyncio.Event()
         self._at_once = False
+        self._hungry = False
+        """Whether there was no room for all that could have been claimed."""
+
         self._reap_due = False
         self._given_up = False
         self._unanswered = False
@@ -142,12 +151,12 @@ class Worker:
         )
         cancelled: asyncio.CancelledError | None = None
         try:
-            await self._begin()
+            await self._unless_stopped(self._begin())
             if self.id:
                 async with self._settling, self._slots:
                     try:
                         async with self._listener:
-                            await self._loop()
+                            await self._unless_stopped(self._loop())
                     except asyncio.CancelledError as error:
                         cancelled = error
                         self.stop("cancelled", now=True)
@@ -185,12 +194,36 @@ class Worker:
             if ends is not None and time.monotonic() >= ends:
                 self.stop("its time is over")
 
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        """What this worker does until it is told to stop; then it need not wait for a database that does not answer."""
+        working = asyncio.create_task(work)
+        told = asyncio.create_task(self._told.wait())
+        try:
+            await asyncio.wait([working, told], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([working], timeout=LAST if self._at_once else self._patience)
+        finally:
+            told.cancel()
+            if not working.done():
+                self._unanswered = bool(self.id)
+                self._line.drop()
+                working.cancel()
+                await asyncio.wait([working])
+        if not working.cancelled():
+            working.result()
+
+    @property
+    def _patience(self) -> float:
+        return max(LAST, min(self._settings.grace, self._settings.heartbeat).total_seconds())
+
     def stop(self, why: str = "asked to stop", *, now: bool = False) -> None:
         """Claim no more; running jobs have the grace to end, or with `now` none."""
         if self._stopping is None:
             self._stopping = why
+            self._stopped_at = time.monotonic()
+            self._told.set()
             self._publish(events.WorkerStopping(self.id, why, len(self._slots.busy) if self.id else 0))
         self._at_once = self._at_once or now
+        self._hungry = True
         self._wake()
 
     # Claiming.
@@ -205,13 +238,16 @@ class Worker:
     async def _fill(self) -> bool:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
-        idle = True
+        idle, self._hungry = True, False
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
+                self._hungry = True
                 return False
             wish = self._lanes.wish()
-            if lane.left <= 0 or not wish:
-                continue  # until a slot is freed
+            if lane.left <= 0 or len(wish) < len(self._queues):
+                self._hungry = True  # a slot that is freed may be for what is left out now
+                if lane.left <= 0 or not wish:
+                    continue
             claimed = await self._claim(lane, wish)
             if claimed is None:
                 return False
@@ -422,11 +458,14 @@ class Worker:
 
     def _answered(self, run: Run, outcome: Outcome | None, answer: str) -> None:
         """The database has spoken, or the job is not ours any more."""
-        if answer == "refused" and outcome is not None:
-            self._publish(events.JobRefused(run.id, run.name, run.queue, run.attempt, outcome.state.value))
+        if answer == "refused":
+            state = State.READY if outcome is None else outcome.state
+            self._publish(events.JobRefused(run.id, run.name, run.queue, run.attempt, state.value))
             return
         if self.holding.get(run.id) is run:
             del self.holding[run.id]
+            if not self.holding and self._settings.stop_when_idle:
+                self._wake()
         if self._subscribers:
             self._publish_end(run, outcome, answer)
 
@@ -444,7 +483,8 @@ class Worker:
 
     def _freed(self, run: Run) -> None:
         self._lanes.leave(run)
-        self._wake()
+        if self._hungry:
+            self._wake()
 
     def _began(self, run: Run) -> None:
         if self._subscribers:
@@ -535,9 +575,12 @@ class Worker:
         while self._slots.ready:
             run = self._slots.ready.popleft()
             self._settling.give_back(run)
+        if self._unanswered:  # what a claim took without our knowing need not wait for the lease
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leases.reconcile(), LAST)
         grace = 0.0 if self._at_once else self._settings.grace.total_seconds()
-        until = time.monotonic() + max(grace, STUBBORN)
-        await self._until_quiet(grace)
+        until = self._stopped_at + max(grace, STUBBORN)
+        await self._until_quiet(self._stopped_at + grace - time.monotonic())
         if self._slots.busy:
             for run in list(self._slots.busy):
                 self.tell(run, Stop.SHUTDOWN, "the worker stops")
@@ -561,8 +604,8 @@ class Worker:
     async def _end(self) -> bool:
         await self._leases.close()
         if self.id:
-            with contextlib.suppress(DatabaseError):
-                await self._perform(operations.leave(self._store, self.id))
+            with contextlib.suppress(ShiftworkError):
+                await self._line.perform(operations.leave(self._store, self.id), within=LAST)
         await self._line.close()
         self._transactions.close()
         self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
