@@ -41,6 +41,13 @@ class Lane:
 
     limits: tuple[Limit, ...] = ()
     cursor: Cursor = field(default_factory=Cursor)
+    more: bool = False
+    """Whether the last claim left something behind."""
+
+    @property
+    def most(self) -> int:
+        """How many may run at once."""
+        return min((limit.most for limit in self.limits), default=FREELY)
 
     @property
     def left(self) -> int:

@@ -20,7 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from shiftwork import operations
@@ -36,6 +36,9 @@ TOO_LATE = 0.75
 
 AGAIN = 0.1
 """The part of a lease after which a beat that failed is tried again."""
+
+LAST = 0.5
+"""Seconds for a beat that is under way at the very end."""
 
 Held = dict[int, Run]
 
@@ -115,7 +118,11 @@ class Leases:
         self._closing = True
         if self._thread is not None:
             self.nudge()
-            await asyncio.to_thread(self._thread.join, self.seconds)
+            await asyncio.to_thread(self._thread.join, LAST)
+            if self._thread.is_alive() and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # it has just ended
+                    self._loop.call_soon_threadsafe(self._line.drop)  # nobody answers
+                await asyncio.to_thread(self._thread.join, LAST)
 
     def _live(self) -> None:
         asyncio.run(self._keep())
@@ -143,8 +150,7 @@ class Leases:
                 pause = min(pause, max(late, 0))
             pause -= 0 if self._silent else through_suspend() - sent
         await self._line.close()
-        for future in self._asked:
-            future.set_result(False)
+        _answer(self._asked, False)
 
     async def _beat(self, sent: float) -> bool:
         asked, self._asked = self._asked, []
@@ -162,27 +168,16 @@ class Leases:
             since=self._seen,
             reconcile=bool(asked),
         )
-        patience = max(self._renewed + self.seconds * TOO_LATE - sent, self.seconds * AGAIN)
-        beat = asyncio.ensure_future(self._line.perform(plan))
-        await asyncio.wait([beat], timeout=patience)
-        error: ShiftworkError | None = None
-        if not beat.done():
-            self._line.drop()  # half open: nobody will answer any more
-            beat.cancel()
-            error = DatabaseError(f"no answer within {patience:.1f} s")
-            await asyncio.wait([beat], timeout=1)
-        else:
-            try:
-                pulse = beat.result()
-            except ShiftworkError as raised:
-                error = raised
-            except asyncio.CancelledError:
-                error = DatabaseError("cancelled")
-        if error is not None:
+        # Until the handlers have to be told; once they were, as long as it takes to be back.
+        late = self._renewed + self.seconds * TOO_LATE - sent
+        patience = self.seconds if self.lapsed else max(late, self.seconds * AGAIN)
+        try:
+            pulse = await self._line.perform(plan, within=patience)
+        except Exception as raised:  # noqa: BLE001  -- whatever it is, this thread has to go on
+            error = raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised))
             self._silent = True
             self._tell(self._silence, error)
-            for future in asked:
-                future.set_result(False)
+            _answer(asked, False)
             return False
         if self._silent:
             self._silent = False
@@ -190,8 +185,7 @@ class Leases:
         if worker == self.worker:
             self._renewed, self._seen, self.lapsed = sent, answered, False
             self._tell(self._pulse, pulse, held)
-        for future in asked:
-            future.set_result(True)
+        _answer(asked, True)
         return True
 
     def _tell(self, call: Callable[..., Any], *args: object) -> None:
@@ -199,3 +193,9 @@ class Leases:
             self._home.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the worker's loop is closed
             self._closing = True
+
+
+def _answer(asked: list[Future[bool]], found: bool) -> None:
+    for future in asked:
+        with contextlib.suppress(InvalidStateError):  # whoever asked does not wait any more
+            future.set_result(found)

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import AsyncConnection
 
 from shiftwork.database import Plan, aconnect, aexecuting, arun
-from shiftwork.errors import DatabaseUnavailable
+from shiftwork.errors import DatabaseUnavailable, EmbeddedError
 from shiftwork.settings import Settings
 
 T = TypeVar("T")
@@ -31,8 +31,23 @@ class Line:
         self._revive = revive
         self._connection: AsyncConnection[Any] | None = None
 
-    async def perform(self, plan: Plan[T]) -> T:
+    async def perform(self, plan: Plan[T], *, within: float | None = None) -> T:
         """Carry out a plan; after an outage the next one begins on a new connection."""
+        if within is None:
+            return await self._perform(plan)
+        performing = asyncio.ensure_future(self._perform(plan))
+        try:
+            await asyncio.wait([performing], timeout=within)
+        finally:
+            if not performing.done():
+                self.drop()  # half open: nobody will answer any more
+                performing.cancel()
+                await asyncio.wait([performing], timeout=1)
+        if not performing.done() or performing.cancelled():
+            raise DatabaseUnavailable(f"no answer within {within:.1f} s", maybe_committed=True)
+        return performing.result()
+
+    async def _perform(self, plan: Plan[T]) -> T:
         connection = await self._open()
         try:
             return await arun(plan, aexecuting(connection, self._settings.schema, lent=False))
@@ -50,7 +65,10 @@ class Line:
             except DatabaseUnavailable:
                 if self._revive is None:
                     raise
-                await asyncio.to_thread(self._revive)
+                try:
+                    await asyncio.to_thread(self._revive)
+                except EmbeddedError as error:  # an outage as any other: it is tried again
+                    raise DatabaseUnavailable(str(error), maybe_committed=False) from None
                 self._connection = await aconnect(self._settings, name=self._name())
         return self._connection
 

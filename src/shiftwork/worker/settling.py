@@ -15,7 +15,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 from shiftwork import operations
 from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
@@ -28,12 +28,16 @@ from shiftwork.worker.run import Run
 MOST_ROWS = 1_000
 MOST_BYTES = 4 << 20
 BUSY = 0.02
+PASSING = 0.5
 REFUSED = 10.0
 PATIENCE = (0.1, 5.0)
 """How long to wait after the first failure, and at most."""
 
 REPORT_EVERY = 0.5
+LAST = 0.5
+"""Seconds for what is under way at the very end."""
 
+T = TypeVar("T")
 Told = tuple[Run, Outcome, bytes]
 
 
@@ -109,7 +113,11 @@ class Settling:
         self._closing = True
         self._something.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task], timeout=LAST)
+            if not self._task.done():
+                self._line.drop()  # nobody answers
+                self._task.cancel()
+                await asyncio.wait([self._task], timeout=LAST)
         await self._line.close()
 
     async def drain(self, seconds: float) -> bool:
@@ -132,7 +140,7 @@ class Settling:
                     await self._give_back()
                     await self._settle()
                     await self._report()
-            except DatabaseError as error:
+            except ShiftworkError as error:
                 self._trouble(error)
                 if self._closing:
                     return
@@ -142,8 +150,8 @@ class Settling:
             else:
                 self._trouble(None)
                 pause = PATIENCE[0]
-                if self._closing and not self.waiting:
-                    return
+                if self._closing:
+                    return  # what was put off has had its time
 
     async def _settle(self) -> None:
         batch: list[Told] = []
@@ -152,31 +160,35 @@ class Settling:
             told = self._outcomes.popleft()
             size += len(told[2])
             batch.append(told)
-        if batch:
-            self._writing += len(batch)
-            try:
-                await self._write(batch)
-            finally:
-                self._writing -= len(batch)
+        parts = _by_worker(batch, lambda told: told[0].worker)
+        self._writing += len(batch)
+        try:
+            while parts:
+                part = parts.popleft()
+                try:
+                    await self._write(part)
+                except DatabaseUnavailable:
+                    parts.appendleft(part)
+                    raise
+                except ShiftworkError as error:
+                    if len(part) > 1:
+                        _halve(part, parts)
+                    elif _will_pass(error):
+                        self._put_off(PASSING, part)
+                    else:
+                        [(run, outcome, _)] = part
+                        self._refused(run, outcome, str(error))
+        finally:
+            self._outcomes.extendleft(told for part in reversed(parts) for told in reversed(part))
+            self._writing -= len(batch)
 
-    async def _write(self, batch: Sequence[Told]) -> None:
+    async def _write(self, batch: list[Told]) -> None:
+        """Outcomes of one worker: its fence is part of theirs."""
         if self._at:
             await self._at("settling")
-        worker = batch[0][0].worker
-        if any(told[0].worker != worker for told in batch):  # it had to register anew
-            for one in {told[0].worker for told in batch}:
-                await self._write([told for told in batch if told[0].worker == one])
-            return
-        try:
-            settled = await self._line.perform(
-                operations.settle_encoded(self._store, worker, [told[2] for told in batch])
-            )
-        except DatabaseUnavailable:
-            self._outcomes.extendleft(reversed(batch))
-            raise
-        except DatabaseError as error:
-            await self._halve(batch, error)
-            return
+        settled = await self._line.perform(
+            operations.settle_encoded(self._store, batch[0][0].worker, [told[2] for told in batch])
+        )
         if self._at:
             await self._at("settled")
         busy = []
@@ -192,15 +204,6 @@ class Settling:
                 self._answered(run, outcome, answer)
         if busy:
             self._put_off(BUSY, busy)
-
-    async def _halve(self, batch: Sequence[Told], error: DatabaseError) -> None:
-        if len(batch) == 1:
-            [(run, outcome, _)] = batch
-            self._refused(run, outcome, str(error))
-            return
-        middle = len(batch) // 2
-        for part in (batch[:middle], batch[middle:]):
-            await self._write(part)
 
     def _refused(self, run: Run, outcome: Outcome, why: str) -> None:
         """Written as failed if it was not that already; else tried again, rarely."""
@@ -224,26 +227,40 @@ class Settling:
         self._something.set()
 
     async def _give_back(self) -> None:
-        while self._returns:
-            runs = [self._returns.popleft() for _ in range(min(len(self._returns), MOST_ROWS))]
-            self._writing += len(runs)
-            try:
-                for worker in {run.worker for run in runs}:
-                    held = [(run.id, run.attempt) for run in runs if run.worker == worker]
-                    answers = await self._line.perform(operations.release(self._store, worker, held))
-                    for run in runs:
-                        if run.worker != worker:
-                            continue
-                        if (answer := answers.get(run.id, "lost")) == "busy":
-                            self._later += 1
-                            self._loop.call_later(BUSY, self._give_back_again, run)
-                        else:
-                            self._answered(run, None, answer)
-            except DatabaseError:
-                self._returns.extend(runs)
-                raise
-            finally:
-                self._writing -= len(runs)
+        runs = [self._returns.popleft() for _ in range(min(len(self._returns), MOST_ROWS))]
+        parts = _by_worker(runs, lambda run: run.worker)
+        self._writing += len(runs)
+        try:
+            while parts:
+                part = parts.popleft()
+                try:
+                    await self._release(part)
+                except DatabaseUnavailable:
+                    parts.appendleft(part)
+                    raise
+                except ShiftworkError as error:
+                    if len(part) > 1:
+                        _halve(part, parts)
+                        continue
+                    if not _will_pass(error):
+                        self._answered(part[0], None, "refused")
+                    self._give_back_later(PASSING if _will_pass(error) else REFUSED, part[0])
+        finally:
+            self._returns.extendleft(run for part in reversed(parts) for run in reversed(part))
+            self._writing -= len(runs)
+
+    async def _release(self, runs: list[Run]) -> None:
+        held = [(run.id, run.attempt) for run in runs]
+        answers = await self._line.perform(operations.release(self._store, runs[0].worker, held))
+        for run in runs:
+            if (answer := answers.get(run.id, "lost")) == "busy":
+                self._give_back_later(BUSY, run)
+            else:
+                self._answered(run, None, answer)
+
+    def _give_back_later(self, seconds: float, run: Run) -> None:
+        self._later += 1
+        self._loop.call_later(seconds, self._give_back_again, run)
 
     def _give_back_again(self, run: Run) -> None:
         self._later -= 1
@@ -253,3 +270,21 @@ class Settling:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
+
+
+def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]:
+    """A part for each worker that we have been: after a lease was lost there are two."""
+    parts: dict[int, list[T]] = {}
+    for one in batch:
+        parts.setdefault(worker(one), []).append(one)
+    return deque(parts.values())
+
+
+def _halve(part: list[T], parts: deque[list[T]]) -> None:
+    middle = len(part) // 2
+    parts.extendleft((part[middle:], part[:middle]))
+
+
+def _will_pass(error: ShiftworkError) -> bool:
+    """Whether the same may be written another time: a deadlock, a lock or a statement that took too long."""
+    return isinstance(error, DatabaseError) and (error.sqlstate or "")[:2] in ("25", "40", "55", "57")

@@ -99,6 +99,9 @@ class Worker:
         self._hungry = False
         """Whether there was no room for all that could have been claimed."""
 
+        self._quiet = False
+        """Whether nothing was held when it was last looked for more."""
+
         self._reap_due = False
         self._given_up = False
         self._unanswered = False
@@ -182,7 +185,7 @@ class Worker:
                 idle = await self._fill()
                 if self._reap_due:
                     await self._reap()
-                if self._stopping is None and not (idle and self._is_done()):
+                if self._stopping is None and not self._is_done(idle):
                     await self._rest(idle, ends)
                 pause = PATIENCE[0]
                 self._trouble("claiming", None)
@@ -238,22 +241,34 @@ class Worker:
     async def _fill(self) -> bool:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
-        idle, self._hungry = True, False
+        idle, self._hungry, self._quiet = True, False, not self.holding
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
                 return False
             wish = self._lanes.wish()
-            if lane.left <= 0 or len(wish) < len(self._queues):
+            left = min(lane.left, self._slots.free) if lane.limits else lane.left
+            if left <= 0 or len(wish) < len(self._queues):
                 self._hungry = True  # a slot that is freed may be for what is left out now
-                if lane.left <= 0 or not wish:
+                if left <= 0 or not wish:
                     continue
+            if lane.more:
+                await self._gather(lane)
             claimed = await self._claim(lane, wish)
             if claimed is None:
                 return False
+            lane.more = claimed.more
             idle = idle and not claimed.more
             self._due = claimed.next_due_in
         return idle
+
+    async def _gather(self, lane: Lane) -> None:
+        """A claim of one costs nearly as much as one of many: if there is more than enough, wait a moment for slots."""
+        self._hungry = True
+        half = min(lane.most, self._slots.many, BATCH) // 2
+        until = time.monotonic() + NAP
+        while min(self._room(), lane.left) < half and (left := until - time.monotonic()) > 0:
+            await self._wake_or(left)
 
     def _room(self) -> int:
         """How many jobs may be claimed now."""
@@ -292,14 +307,12 @@ class Worker:
                 self._settling.give_back(run)
                 continue
             holding[run.id] = run
+            lanes.take(run)
             if place < claimed.started:
-                lanes.take(run)
                 slots.put(run)
             else:
                 self._backlog.append(run)
         self.jobs += len(claimed.taken)
-        if self._settings.max_jobs is not None and self.jobs >= self._settings.max_jobs:
-            self.stop(f"{self.jobs} jobs were to be run")
         self._count(len(claimed.taken))
 
     async def _begin_prefetched(self) -> None:
@@ -314,14 +327,15 @@ class Worker:
             self._backlog.extendleft(reversed(runs))
             raise
         for run in runs:
-            match answers.get(run.id, "lost"):
-                case "started" if run.stop is None:
-                    self._lanes.take(run)
-                    self._slots.put(run)
-                case "started" | "busy":
-                    self._settling.give_back(run)
-                case answer:
-                    self._answered(run, None, answer)
+            answer = answers.get(run.id, "lost")
+            if answer == "started" and run.stop is None:
+                self._slots.put(run)
+                continue
+            self._lanes.leave(run)
+            if answer in {"started", "busy"}:
+                self._settling.give_back(run)
+            else:
+                self._answered(run, None, answer)
 
     async def _reap(self, *, thorough: bool = False) -> None:
         self._reap_due = False
@@ -334,7 +348,8 @@ class Worker:
 
     async def _rest(self, idle: bool, ends: float | None) -> None:
         if self._room() <= 0:
-            crowded = self._slots.free > 0  # with outcomes that wait to be written
+            self._hungry = True  # now a slot that is freed has to wake us
+            crowded = self._settling.waiting >= UNWRITTEN
             await self._wake_or(NAP if crowded else None if ends is None else ends - time.monotonic())
         elif not idle:
             return
@@ -349,7 +364,8 @@ class Worker:
         flying = await self._declare()
         await self._reached("declared")
         self._lanes.look()
-        if not await self._fill() or self._is_done():
+        idle = await self._fill()
+        if not idle or self._is_done(idle):
             return
         await self._expire()
         now = time.monotonic()
@@ -401,11 +417,16 @@ class Worker:
         else:
             self._window = (since, many + taken)
 
-    def _is_done(self) -> bool:
-        if not self._settings.stop_when_idle or self.holding:
+    def _is_done(self, idle: bool) -> bool:
+        """Whether this worker has done what it was to do; then it stops."""
+        settings = self._settings
+        if self.holding:
             return False
-        self.stop("nothing is left to do")
-        return True
+        if settings.max_jobs is not None and self.jobs >= settings.max_jobs:
+            self.stop(f"{self.jobs} jobs were to be run")
+        elif settings.stop_when_idle and idle and self._quiet:  # else what has just ended may have left more to do
+            self.stop("nothing is left to do")
+        return self._stopping is not None
 
     # What the parts have to say.
 
@@ -420,7 +441,7 @@ class Worker:
         if not run.heard:
             run.heard = True
             self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
-            if run.slot is not None and run.task is not None and (run.task.is_async or self._middleware):
+            if run.slot is not None and run.task is not None and run.task.is_async:
                 run.told += 1
                 run.slot.cancel(stop.value)
 
@@ -447,6 +468,7 @@ class Worker:
             return
         if run in self._backlog:
             self._backlog.remove(run)
+            self._lanes.leave(run)
             self._answered(run, None, "lost")
         else:
             self.tell(run, Stop.LOST, why)
@@ -464,7 +486,7 @@ class Worker:
             return
         if self.holding.get(run.id) is run:
             del self.holding[run.id]
-            if not self.holding and self._settings.stop_when_idle:
+            if not self.holding and (self._settings.stop_when_idle or self._settings.max_jobs):
                 self._wake()
         if self._subscribers:
             self._publish_end(run, outcome, answer)
