@@ -7,14 +7,18 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftwork.errors import Cancel, Poison, RetryLater, Snooze
-from shiftwork.job import Job, State, moment
+from shiftwork import operations
+from shiftwork.codec import Signature
+from shiftwork.errors import Cancel, InvalidArgument, Poison, RetryLater, Snooze
+from shiftwork.job import Job, NewJob, State, moment
 from shiftwork.outcome import MAX_MESSAGE, MAX_TRACEBACK, Outcome, Raised, Returned, decide, describe
 from shiftwork.retry import Retry
+from tests.harness import Protocol
 
 MINUTE = timedelta(minutes=1)
 PLAIN = Retry(jitter=0)
@@ -91,6 +95,62 @@ def test_retry_later_sets_the_delay_but_still_counts() -> None:
     outcome = decide(a_job(), Raised(RetryLater(7 * MINUTE, "busy there")), PLAIN)
     assert (outcome.state, outcome.delay, outcome.counts) == (State.SCHEDULED, 7 * MINUTE, True)
     assert decide(a_job(failures=4), Raised(RetryLater(MINUTE)), PLAIN).state is State.FAILED
+
+
+def test_a_time_may_be_named_instead_of_a_delay() -> None:
+    # spec: QU-12, SG-24
+    tomorrow = datetime(2026, 1, 2, tzinfo=UTC)
+    for verdict, counts in ((Snooze(at=tomorrow), False), (RetryLater(at=tomorrow), True)):
+        outcome = decide(a_job(), Raised(verdict), PLAIN)
+        assert (outcome.state, outcome.at, outcome.delay) == (State.SCHEDULED, tomorrow, None)
+        assert outcome.counts is counts
+        assert str(tomorrow) in str(verdict)
+
+
+def test_a_snooze_may_say_why_and_still_counts_nothing() -> None:
+    # spec: QU-12
+    cause = Snooze(MINUTE)
+    cause.__cause__ = ConnectionError("the other side is down")
+    for snooze, said in ((Snooze(MINUTE, "not open yet"), "not open yet"), (cause, "asked to be run again")):
+        outcome = decide(a_job(), Raised(snooze), PLAIN)
+        assert not outcome.counts
+        assert outcome.error is not None
+        assert outcome.error["code"] == "SNOOZED"
+        assert said in outcome.error["message"]
+        assert ("the other side is down" in outcome.error["traceback"]) == (snooze is cause)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"delay": MINUTE, "at": datetime(2026, 1, 2, tzinfo=UTC)},
+        {"at": datetime(2026, 1, 2)},  # noqa: DTZ001
+        {"delay": 5},
+        {"at": "tomorrow"},
+    ],
+)
+def test_a_snooze_that_nobody_can_follow_is_refused_where_it_is_made(wrong: dict[str, Any]) -> None:
+    for verdict in (Snooze, RetryLater):
+        with pytest.raises(InvalidArgument, match=verdict.__name__):
+            verdict(**wrong)
+
+
+def test_a_job_that_was_put_off_to_a_time_is_due_then(protocol: Protocol) -> None:
+    # spec: QU-12, SG-24
+    later, ago = datetime(2100, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2000, 1, 1, tzinfo=UTC)
+    worker = protocol.register()
+    protocol.enqueue("put_off")
+    protocol.enqueue("put_off")
+    jobs = [a_job(id=row["id"], attempt=row["attempt"]) for row in protocol.claim(worker, want=2).jobs]
+    for job, at in zip(jobs, (later, ago), strict=True):
+        document = operations.encode_outcome(decide(job, Raised(Snooze(at=at)), PLAIN))
+        protocol.rows(
+            "select * from {}.settle(%s)", f'{{"worker": {worker}, "outcomes": [{document.decode()}]}}'
+        )
+    waiting = protocol.rows("select run_at, run_at <= now() as due from {}.jobs order by id")
+    assert abs(waiting[0]["run_at"] - later) < timedelta(milliseconds=1)
+    assert (waiting[0]["due"], waiting[1]["due"]) == (False, True)
 
 
 def test_cancel_ends_the_job_as_cancelled() -> None:
@@ -210,3 +270,130 @@ def test_every_ending_has_an_outcome(text: str, failures: int, max_attempts: int
 )
 def test_any_instant_that_postgres_can_hold_can_be_read(text: object, expected: datetime | None) -> None:
     assert moment(text) == expected
+
+
+# What a task says that it returns.
+
+
+def ending(annotation: Any, value: object) -> Outcome:
+    def work() -> Any: ...
+
+    work.__annotations__["return"] = annotation
+    return decide(a_job(), Returned(value), PLAIN, encode=Signature("work", work).encode_result)
+
+
+class Shape(msgspec.Struct):
+    sides: int
+
+
+class CustomerId(str):
+    """A type of somebody's own."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "stored"),
+    [
+        (None, None, None),
+        (int, 5, 5),
+        (int, True, 1),
+        (int, 10**300, 10**300),
+        (float, 5, 5),
+        (float, 1.5, 1.5),
+        (float, float("nan"), None),
+        (list[float], [float("inf")], [None]),
+        (str, "a\0b", "a\N{REPLACEMENT CHARACTER}b"),
+        (str | None, None, None),
+        (int | None, 7, 7),
+        (bool, False, False),
+        (dict[str, int], {"a": 1}, {"a": 1}),
+        (dict[int, str], {1: "a"}, {"1": "a"}),
+        (tuple[int, str], (1, "a"), [1, "a"]),
+        (Shape, Shape(3), {"sides": 3}),
+        (Shape, {"sides": 3}, {"sides": 3}),
+        (list[Shape], [Shape(3)], [{"sides": 3}]),
+        (datetime, datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00Z"),
+        (Any, [1, "x"], [1, "x"]),
+        (object, None, None),
+        # what cannot be read back by its annotation is not compared with it
+        (CustomerId, CustomerId("c-7"), "c-7"),
+        (list[CustomerId], [CustomerId("c-7")], ["c-7"]),
+        (Shape | Receipt, Shape(3), {"sides": 3}),
+    ],
+)
+def test_a_result_that_fits_completes_the_job(annotation: Any, value: object, stored: object) -> None:
+    # spec: HO-39, QU-32
+    outcome = ending(annotation, value)
+    assert outcome.state is State.COMPLETED, outcome.error
+    assert outcome.result is not None
+    assert json.loads(outcome.result) == stored
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        (str, None),
+        (str, 5),
+        (int, "5"),
+        (int, 5.5),
+        (None, "something"),
+        (bool, 1),
+        (int | None, "x"),
+        (str, True),
+        (Shape, None),
+        (Shape, {"sides": "three"}),
+        (Shape, {}),
+        (list[int], [1, "x"]),
+        (dict[str, int], ["a"]),
+        (tuple[int, str], (1,)),
+        (datetime, "tomorrow"),
+    ],
+)
+def test_a_result_that_does_not_fit_fails_the_job_without_another_attempt(
+    annotation: Any, value: object
+) -> None:
+    # spec: HO-39, QU-32
+    outcome = ending(annotation, value)
+    assert (outcome.state, outcome.counts, outcome.result) == (State.FAILED, True, None)
+    assert outcome.error is not None
+    assert outcome.error["code"] == "RETURN_TYPE_MISMATCH"
+    assert f"returned {type(value).__name__}" in outcome.error["message"]
+
+
+def test_without_an_annotation_anything_goes() -> None:
+    # spec: HO-39
+    def work(): ...  # type: ignore[no-untyped-def]  # noqa: ANN202
+
+    encode = Signature("work", work).encode_result
+    for value in (None, 5, "x", [Shape(3)]):
+        assert decide(a_job(), Returned(value), PLAIN, encode=encode).state is State.COMPLETED
+
+
+def test_a_result_without_json_is_that_and_no_mismatch() -> None:
+    # spec: HO-39
+    for annotation in (str, Any, Shape):
+        outcome = ending(annotation, object())
+        assert outcome.error is not None
+        assert outcome.error["code"] == "RESULT_NOT_JSON"
+
+
+def test_what_is_enqueued_with_a_completion_goes_with_it_and_with_nothing_else() -> None:
+    jobs = (NewJob[Any](task="next", payload=msgspec.Raw(b"{}")),)
+    completed = decide(a_job(), Returned(None), PLAIN, jobs=jobs)
+    assert completed.jobs == jobs
+    assert json.loads(operations.encode_outcome(completed))["jobs"] == [{"task": "next", "payload": {}}]
+    for ended in (Raised(ValueError()), Raised(Snooze(MINUTE)), Raised(Poison()), Returned(object())):
+        assert decide(a_job(), ended, PLAIN, jobs=jobs).jobs == ()
+
+
+def test_anything_that_knows_its_attempt_can_be_decided_about() -> None:
+    @dataclass
+    class Held:
+        id: int = 7
+        attempt: int = 1
+        failures: int = 2
+        max_attempts: int = 3
+
+    assert decide(Held(), Raised(ValueError()), PLAIN).state is State.FAILED
+    assert decide(Held(failures=1), Raised(ValueError()), PLAIN).delay == MINUTE

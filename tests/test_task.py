@@ -9,7 +9,7 @@ from psycopg.rows import DictRow
 
 from shiftwork.app import App
 from shiftwork.context import Context
-from shiftwork.errors import ConfigurationError, InvalidArgument
+from shiftwork.errors import ConfigurationError, InvalidArgument, ShiftworkError
 from shiftwork.task import Task
 
 AsyncTx = psycopg.AsyncConnection
@@ -172,3 +172,57 @@ def test_who_calls_a_task_hands_in_what_the_worker_would(app: App) -> None:
 
     mine: Any = object()
     assert enter(mine, 3) == (mine, 3)
+
+
+# Queues that an app has declared.
+
+
+def test_a_queue_that_was_not_declared_is_refused_with_those_that_were() -> None:
+    # spec: HO-34
+    app = App("postgresql://nowhere/", queues=["mail", "default"])
+
+    @app.task(queue="mail")
+    def send(to: str) -> None: ...
+
+    @app.task
+    def other() -> None: ...
+
+    assert send.using(queue="default").job("ada").queue == "default"
+    with pytest.raises(ConfigurationError, match=r"task 'wrong': 'bulk' is not one of .*: mail, default"):
+        app.task(queue="bulk", name="wrong")(lambda: None)
+    with pytest.raises(InvalidArgument, match="'bulk' is not one of the queues of this app: mail, default"):
+        send.using(queue="bulk")
+    assert set(app.tasks) == {"send", "other"}
+
+
+async def test_a_worker_serves_declared_queues_only() -> None:
+    # spec: HO-34
+    app = App("postgresql://nowhere/", queues=["mail", "default"])
+    app.task(name="send")(lambda: None)
+    await app.worker(queues="mail", queue_concurrency="mail=2")
+    for wrong in ({"queues": "bulk"}, {"queue_concurrency": "bulk=2"}):
+        with pytest.raises(
+            InvalidArgument, match="'bulk' is not one of the queues of this app: mail, default"
+        ):
+            await app.worker(**wrong)
+
+
+def test_a_task_must_name_a_queue_where_there_is_no_default_one() -> None:
+    # spec: HO-34
+    app = App("postgresql://nowhere/", queues=["mail"])
+    with pytest.raises(ConfigurationError, match=r"task 'send': 'default' is not one of"):
+        app.task(name="send")(lambda: None)
+
+
+def test_without_declared_queues_any_may_be_named(app: App) -> None:
+    # spec: HO-34
+    @app.task(queue="anything")
+    def send() -> None: ...
+
+    assert send.using(queue="goes").job().queue == "goes"
+
+
+@pytest.mark.parametrize("wrong", ["mail", [], [""], ["a\nb"]])
+def test_queues_are_a_list_of_names(wrong: Any) -> None:
+    with pytest.raises(ShiftworkError, match="queue"):
+        App("postgresql://nowhere/", queues=wrong)

@@ -17,6 +17,8 @@ import psycopg
 
 from shiftwork import operations
 from shiftwork.client import Client, Handle
+from shiftwork.codec import encode_result
+from shiftwork.codes import check_codes
 from shiftwork.context import Context
 from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
@@ -126,6 +128,9 @@ class App(Surroundings):
         max_connections: int | None = None,
         max_payload: int | None = None,
         settings: Settings | None = None,
+        queues: Sequence[str] | None = None,
+        codes: Mapping[type[BaseException], str] | None = None,
+        default_code: str | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "dsn": dsn,
@@ -137,6 +142,10 @@ class App(Surroundings):
         if settings is not None and any(value is not None for value in given.values()):
             raise ConfigurationError("give either settings or single ones, not both")
         self.settings = settings or Settings.read(**given)
+        self.queues = None if queues is None else _declared(queues)
+        self.codes = dict(codes or {})
+        self.default_code = default_code
+        check_codes("App", self.codes, default_code)
         self._tasks: dict[str, Task[Any, Any]] = {}
         self._client: Client | None = None
         self._server: Server | None = None
@@ -250,6 +259,10 @@ class App(Surroundings):
                     f"there is a task {called!r} already ({self._tasks[called].function.__module__}); "
                     "give one of them another name: @app.task(name=…)"
                 )
+            try:
+                self.check_queue(queue or "default")
+            except InvalidArgument as error:
+                raise ConfigurationError(f"task {called!r}: {error}") from None
             kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
             task: Task[Any, Any] = kind(self, function, name=called, options=options, running=running)
             _check_merge_arguments(task, merge)
@@ -467,6 +480,8 @@ class App(Surroundings):
         if self._client is not None:
             self._client.close()
             self._client = None
+        for queue in (*chosen.queues, *chosen.queue_concurrency):
+            self.check_queue(queue)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -527,6 +542,14 @@ def _noting(jobs: Iterable[NewJob[R]], names: list[str]) -> Iterator[NewJob[R]]:
 def _states(state: State | Collection[State] | None) -> Collection[State] | None:
     if state is None:
         return None
+def _declared(queues: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(queues, str) or not queues:
+        raise ConfigurationError(
+            f"queues is {queues!r}; it must be a list of names, such as ('mail', 'default')"
+        )
+    return tuple(check_name("the name of a queue", queue) for queue in queues)
+
+
     try:
         return [State(one) for one in ([state] if isinstance(state, str) else state)]
     except ValueError as error:

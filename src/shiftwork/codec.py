@@ -23,7 +23,13 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shiftwork.errors import ConfigurationError, InvalidArgument, PayloadTooLarge
+from shiftwork.errors import (
+    ConfigurationError,
+    InvalidArgument,
+    PayloadTooLarge,
+    ResultNotJson,
+    ReturnTypeMismatch,
+)
 
 MAX_DEPTH = 64
 MAX_RESULT_DEPTH = 500
@@ -96,10 +102,6 @@ class Signature:
                 argument=largest,
             )
         return msgspec.Raw(encoded)
-
-    def decode_json(self, text: str | bytes) -> Call:
-        """The same as `decode`, from the text as it is stored, and quickly where the signature allows it."""
-        return self._reader(text)
 
     def decode(self, payload: Mapping[str, Any]) -> Call:
         """Arguments to call the function with; what is injected is left for the caller to add."""
@@ -232,8 +234,11 @@ class Signature:
         return isinstance(hint, type) and any(issubclass(hint, kind) for kind in self._injected)
 
     @cached_property
-    def _reader(self) -> Callable[[str | bytes], Call]:
-        """How a payload becomes arguments: in one go if it can, and with patience, and words, if it cannot."""
+    def decode_json(self) -> Callable[[str | bytes], Call]:
+        """Does the same as `decode`, from the text as it is stored.
+
+        In one go if the signature allows it, and with patience, and words, if not.
+        """
         patient, parameters = self._decode_patiently, self._callable.parameters.values()
         if any(it.kind in (it.POSITIONAL_ONLY, it.VAR_KEYWORD) for it in parameters):
             return patient
@@ -265,6 +270,49 @@ class Signature:
 
         several = len(names) > 1
         return by_position
+
+    @cached_property
+    def encode_result(self) -> Callable[[object], bytes]:
+        """Gives a result as JSON; refuses one that is not what the function says it returns.
+
+        A type that is plainly right is trusted; everything else is read back by the annotation.
+        """
+        expected = self._hints.get("return", Any)
+        reader = _reader_of(expected)
+        if expected is Any or expected is object or reader is None:
+            return encode_result
+        plain, read = _plain_kinds(expected), reader.decode
+
+        def write(value: object) -> bytes:
+            if type(value) in plain:
+                return encode_result(value)
+            if int in plain and isinstance(value, bool):  # as type checkers have it
+                return b"1" if value else b"0"
+            encoded = encode_result(value)
+            try:
+                read(encoded)
+            except Exception:  # noqa: BLE001  -- it is looked at again, and then told
+                self._check_result(value, expected)
+            return encoded
+
+        return write
+
+    def _check_result(self, value: object, expected: Any) -> None:  # noqa: ANN401
+        if not isinstance(value, bool) and _is_instance(value, expected):
+            return
+        try:
+            msgspec.convert(_to_json(value), expected, str_keys=True, dec_hook=_build)
+        except Exception as error:  # types of the user's own take part, and may raise anything
+            if not isinstance(error.__cause__, NoWay):
+                raise self._mismatch(value, error) from error
+
+    def _mismatch(self, value: object, error: Exception) -> ReturnTypeMismatch:
+        said = inspect.formatannotation(self._hints["return"])
+        told = f": {_told(error)}" if isinstance(error, msgspec.ValidationError) else ""
+        return ReturnTypeMismatch(
+            f"task {self.task!r} says that it returns {said}, and returned {type(value).__name__}{told}",
+            task=self.task,
+        )
 
     def _decode_patiently(self, text: str | bytes) -> Call:
         payload, readable = read_json(text)
@@ -352,16 +400,73 @@ def _patient_int(digits: str) -> int | Decimal:
     return int(digits) if len(digits) < 4000 else Decimal(digits)
 
 
+_SHORT = 900
+"""So many bytes of JSON can be neither nested too deeply nor hold a number with too many digits."""
+
+
 def encode_result(value: object) -> bytes:
     """A result as JSON that Postgres can hold: what it cannot is replaced, nothing is refused for its size.
 
-    Raises InvalidArgument if there is no JSON for it at all.
+    Raises ResultNotJson if there is no JSON for it at all.
     """
+    if value is None:
+        return b"null"
     try:
-        simple = msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
-        return _json.encode(_tame(simple, 0))
+        encoded = _results.encode(value)
+    except Exception:  # noqa: BLE001  -- it is looked at again, and then told
+        return _written(_to_json(value))
+    if len(encoded) > _SHORT or b"\\u0000" in encoded:
+        return _written(_to_json(value))
+    return encoded
+
+
+def _to_json(value: object) -> object:
+    try:
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_simplify)
     except Exception as error:  # types of the user's own take part, and may raise anything
-        raise InvalidArgument(f"the result cannot be stored as JSON: {error}") from error
+        raise ResultNotJson(f"the result cannot be stored as JSON: {error}") from error
+
+
+def _written(simple: object) -> bytes:
+    try:
+        return _json.encode(_tame(simple, 0))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ResultNotJson(f"the result cannot be stored as JSON: {error}") from error
+
+
+_PLAIN: Mapping[Any, tuple[type, ...]] = {
+    type(None): (type(None),),
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+}
+
+
+def _plain_kinds(expected: Any) -> frozenset[type]:  # noqa: ANN401
+    """The types of which a value is right without a look: for `int | None` that is a whole number, and nothing."""
+    choices = get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
+    return frozenset(
+        kind for choice in choices if isinstance(choice, type) and choice in _PLAIN for kind in _PLAIN[choice]
+    )
+
+
+def _reader_of(expected: Any) -> msgspec.json.Decoder[Any] | None:  # noqa: ANN401
+    try:
+        return msgspec.json.Decoder(expected, dec_hook=_build)
+    except Exception:  # noqa: BLE001  -- what cannot be read back cannot be compared
+        return None
+
+
+def _is_instance(value: object, expected: Any) -> bool:  # noqa: ANN401
+    try:
+        return isinstance(expected, type) and isinstance(value, expected)
+    except TypeError:
+        return False  # a TypedDict, or a protocol
+
+
+class NoWay(TypeError):  # noqa: N818
+    """A type of somebody's own that is not known here."""
 
 
 def safe_text(text: str, limit: int | None = None) -> str:
@@ -433,6 +538,9 @@ def _simplify(value: object) -> object:
     """Types that msgspec does not know, on their way to JSON."""
     if isinstance(value, PurePath):
         return str(value)
+    for plain in (str, int, float):  # their subclasses
+        if isinstance(value, plain):
+            return plain.__new__(plain, value)
     if _is_model(type(value)):
         return value.model_dump(mode="json", by_alias=True, round_trip=True)  # type: ignore[attr-defined]
     raise TypeError(f"there is no JSON for {type(value).__name__}")
@@ -449,6 +557,9 @@ def _simplify_argument(value: object) -> object:
     return simple
 
 
+_results = msgspec.json.Encoder(enc_hook=_simplify)
+
+
 def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401
     """Types that msgspec does not know, on their way back."""
     if kind is object:
@@ -459,7 +570,7 @@ def _build(kind: Any, value: Any) -> Any:  # noqa: ANN401
         return kind(value)
     if _is_model(kind):
         return _validate(kind, value)
-    raise TypeError(f"there is no way from JSON to {getattr(kind, '__name__', kind)}")
+    raise NoWay(f"there is no way from JSON to {getattr(kind, '__name__', kind)}")
 
 
 def _validate(kind: Any, value: object) -> object:  # noqa: ANN401

@@ -9,7 +9,7 @@ handler raises to tell us what should become of its job.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 
@@ -39,6 +39,18 @@ class InvalidArgument(ShiftworkError, ValueError):
 
 class PayloadTooLarge(InvalidArgument):
     """The arguments of one job are too large; store them elsewhere and send a reference."""
+
+
+class ResultNotJson(InvalidArgument):
+    """There is no JSON for what a handler returned."""
+
+    code = "RESULT_NOT_JSON"
+
+
+class ReturnTypeMismatch(InvalidArgument):
+    """A handler returned something else than its annotation says."""
+
+    code = "RETURN_TYPE_MISMATCH"
 
 
 class UnknownTask(ShiftworkError, LookupError):
@@ -137,28 +149,87 @@ class Poison(Verdict):
     code = "POISON"
 
 
-class RetryLater(Verdict):
-    """Raise this to be tried again after `delay`; it counts as a failure, as any error does."""
+class Again(Verdict):
+    """What a handler raises to be run again at a time of its own choice."""
+
+    _asked = "asked to be run again"
+
+    def __init__(
+        self, delay: timedelta | None = None, message: str = "", *, at: datetime | None = None
+    ) -> None:
+        named = type(self).__name__
+        if (delay is None) == (at is None):
+            raise InvalidArgument(f"{named} takes a delay or a time (at=…), one of them", argument="delay")
+        if delay is not None and not isinstance(delay, timedelta):
+            raise InvalidArgument(
+                f"the delay of {named} must be a timedelta, not {delay!r}", argument="delay"
+            )
+        if at is not None and (not isinstance(at, datetime) or at.utcoffset() is None):
+            raise InvalidArgument(
+                f"at of {named} must be a datetime with a time zone, as in datetime.now(UTC), not {at!r}",
+                argument="at",
+            )
+        super().__init__(message or f"{self._asked} {f'in {delay}' if at is None else f'at {at}'}")
+        self.delay = delay
+        self.at = at
+        self.says_why = bool(message)
+
+
+class RetryLater(Again):
+    """Raise this to be tried again after a delay or `at` a time; it counts as a failure, as any error does.
+
+    raise RetryLater(timedelta(minutes=5), "the other side is down") from error
+    """
 
     code = "RETRY_LATER"
-    __match_args__ = ("delay",)
-
-    def __init__(self, delay: timedelta, message: str = "") -> None:
-        super().__init__(message or f"asked to be tried again in {delay}")
-        self.delay = delay
+    _asked = "asked to be tried again"
 
 
-class Snooze(Verdict):
-    """Raise this to be run again after `delay`; nothing is counted against the job."""
+class Snooze(Again):
+    """Raise this to be run again after a delay or `at` a time; nothing is counted against the job.
 
-    __match_args__ = ("delay",)
+    raise Snooze(at=tomorrow)
+    """
 
-    def __init__(self, delay: timedelta, message: str = "") -> None:
-        super().__init__(message or f"asked to be run again in {delay}")
-        self.delay = delay
+    code = "SNOOZED"
 
 
 class Cancel(Verdict):
     """Raise this to end the job as cancelled."""
 
     code = "TASK_CANCELLED"
+
+
+# What the worker says of an attempt in the same way.
+
+
+class UnknownHandler(Poison):
+    """This worker has no such task."""
+
+    code = "UNKNOWN_TASK"
+
+
+class UnfitArguments(Poison):
+    """What is stored does not fit the signature of the task."""
+
+    code = "ARGUMENTS_INVALID"
+
+
+class TaskTimeout(Verdict, TimeoutError):
+    """The attempt ran longer than its task may; it counts as any failure does."""
+
+    code = "TASK_TIMEOUT"
+
+
+class FinishUndone(Verdict):
+    """The handler ended its job in a transaction that was then not committed."""
+
+    code = "FINISH_UNDONE"
+
+
+class Interrupted(BaseException):
+    """Raised in a plain function, by its context, when its attempt is to end: let it pass."""
+
+    def __init__(self, reason: str, why: str = "") -> None:
+        super().__init__(f"{reason}: {why}" if why else reason)
+        self.reason = reason

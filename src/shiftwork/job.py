@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -12,6 +11,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 import msgspec
 
+from shiftwork.codec import read_json
 from shiftwork.errors import InvalidArgument
 
 R_co = TypeVar("R_co", covariant=True)
@@ -94,7 +94,7 @@ class Attempt:
     def from_row(cls, row: Mapping[str, Any]) -> Self:
         """Read a row; an error that cannot be decoded is left out, never raised."""
         known = {name: row[name] for name in ("job", "attempt", "outcome", "will_retry", "code", "worker")}
-        error, _ = _document(row["error"])
+        error, _ = read_json(row["error"])
         return cls(
             **known,
             error=error if isinstance(error, dict) else None,
@@ -148,7 +148,7 @@ class Job:
         faults = []
         decoded: dict[str, Any] = {name: moment(row[name]) for name in _MOMENTS}
         for name in ("payload", "result", "error"):
-            decoded[name], readable = _document(row[name])
+            decoded[name], readable = read_json(row[name])
             if not readable:
                 faults.append(name)
         if not isinstance(decoded["payload"], dict):
@@ -167,7 +167,7 @@ class Job:
     @classmethod
     def from_claim(cls, taken: Taken, worker: int, at: int, *, started: bool = True) -> Self:
         """A job that a worker has just claimed."""
-        payload, readable = _document(taken[4])
+        payload, readable = read_json(taken[4])
         fits = readable and isinstance(payload, dict)
         return cls(
             id=taken[0],
@@ -220,26 +220,6 @@ def moment(value: object) -> datetime | None:
 
 def _since(microseconds: int) -> datetime:
     return _EPOCH + timedelta(microseconds=microseconds)
-
-
-def _document(text: str | None) -> tuple[Any, bool]:
-    """A stored JSON document, and whether it could be read."""
-    if text is None:
-        return None, True
-    try:
-        return msgspec.json.decode(text), True
-    except (msgspec.MsgspecError, UnicodeError):
-        pass  # numbers that msgspec does not take: try more patiently
-    except RecursionError:
-        return None, False
-    try:
-        return json.loads(text, parse_int=_patient_int), True
-    except (ValueError, RecursionError):
-        return None, False
-
-
-def _patient_int(digits: str) -> int | Decimal:
-    return int(digits) if len(digits) < 4000 else Decimal(digits)
 
 
 def sending(

@@ -330,7 +330,8 @@ def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> byt
             None if outcome.result is None else msgspec.Raw(outcome.result),
             outcome.error,
             None if outcome.delay is None else outcome.delay.total_seconds(),
-            jobs or None,
+            None if outcome.at is None else outcome.at.isoformat(),
+            jobs or outcome.jobs or None,
         )
     )
 
@@ -344,6 +345,7 @@ def release(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
 def heartbeat(
     store: Protocol,
     worker: int,
+    run_at: str | None = None
     held: Held,
     *,
     lease: float = 30,

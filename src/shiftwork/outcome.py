@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+import msgspec
 
 from shiftwork.codec import encode_result, safe_text
-from shiftwork.errors import Cancel, InvalidArgument, RetryLater, Snooze
-from shiftwork.job import Job, State
-from shiftwork.retry import Retry, code_of
+from shiftwork.codes import code_of
+from shiftwork.errors import Again, Cancel, InvalidArgument, RetryLater, Snooze
+from shiftwork.job import NewJob, State
+from shiftwork.retry import Retry
 
 MAX_MESSAGE = 10_000
 MAX_TRACEBACK = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Attempted(Protocol):
+    """What is to be known of a job when its attempt has ended."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def failures(self) -> int: ...
+    @property
+    def max_attempts(self) -> int: ...
+
+
+class Returned(msgspec.Struct, frozen=True):
     """The handler returned this."""
 
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(msgspec.Struct, frozen=True):
     """The handler raised this."""
 
     error: BaseException
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What becomes of a job: its next state, and what is to be written with it."""
 
-    job: Job
+    job: Attempted
     state: State
     delay: timedelta | None = None
     """When `state` is scheduled: how long until it is due again."""
@@ -46,45 +59,58 @@ class Outcome:
     counts: bool = False
     """Whether this was a failure, which the retry policy counts."""
 
+    at: datetime | None = None
+    """When `state` is scheduled: when it is due again, if the handler named a time instead of a delay."""
 
-def decide(job: Job, ending: Returned | Raised, retry: Retry) -> Outcome:
+    jobs: tuple[NewJob[Any], ...] = ()
+    """What is enqueued with it, if it completes."""
+
+
+def decide(
+    job: Attempted,
+    ending: Returned | Raised,
+    retry: Retry,
+    *,
+    coder: Callable[[BaseException], str] = code_of,
+    encode: Callable[[object], bytes] = encode_result,
+    jobs: tuple[NewJob[Any], ...] = (),
+) -> Outcome:
     """What becomes of a job, given how its handler ended."""
-    match ending:
-        case Returned(value):
-            return _returned(job, value)
-        case Raised(Snooze(delay)):
-            return Outcome(job, State.SCHEDULED, delay=_not_negative(delay))
-        case Raised(Cancel() as error):
-            return Outcome(job, State.CANCELLED, error=describe(error))
-        case Raised(error) if retry.gives_up(job.failures, job.max_attempts, error):
-            return Outcome(job, State.FAILED, error=describe(error), counts=True)
-        case Raised(RetryLater(delay) as error):
-            return Outcome(
-                job, State.SCHEDULED, delay=_not_negative(delay), error=describe(error), counts=True
-            )
-        case Raised(error):
-            delay = retry.delay(job.failures + 1)
-            return Outcome(job, State.SCHEDULED, delay=delay, error=describe(error), counts=True)
-
-
-def _returned(job: Job, value: object) -> Outcome:
+    if isinstance(ending, Raised):
+        return _raised(job, ending.error, retry, coder(ending.error))
     try:
-        return Outcome(job, State.COMPLETED, result=encode_result(value))
+        return Outcome(job, State.COMPLETED, None, encode(ending.value), None, False, None, jobs)
     except InvalidArgument as error:
         # The work is done and would end the same way again, so there is nothing to gain from another attempt.
-        record = describe(error) | {"code": "RESULT_NOT_JSON"}
-        return Outcome(job, State.FAILED, error=record, counts=True)
+        return Outcome(job, State.FAILED, error=describe(error), counts=True)
 
 
-def _not_negative(delay: timedelta) -> timedelta:
-    return max(delay, timedelta())
+def _raised(job: Attempted, error: BaseException, retry: Retry, code: str) -> Outcome:
+    match error:
+        case Snooze():
+            told = describe(error, code) if error.says_why or error.__cause__ is not None else None
+            return _scheduled(job, error, told, counts=False)
+        case Cancel():
+            return Outcome(job, State.CANCELLED, error=describe(error, code))
+        case _ if retry.gives_up(job.failures, job.max_attempts, error, code):
+            return Outcome(job, State.FAILED, error=describe(error, code), counts=True)
+        case RetryLater():
+            return _scheduled(job, error, describe(error, code), counts=True)
+        case _:
+            delay = retry.after(job.failures + 1)
+            return Outcome(job, State.SCHEDULED, delay=delay, error=describe(error, code), counts=True)
 
 
-def describe(error: BaseException) -> dict[str, str]:
+def _scheduled(job: Attempted, asked: Again, error: dict[str, str] | None, *, counts: bool) -> Outcome:
+    delay = None if asked.delay is None else max(asked.delay, timedelta())
+    return Outcome(job, State.SCHEDULED, delay=delay, error=error, counts=counts, at=asked.at)
+
+
+def describe(error: BaseException, code: str | None = None) -> dict[str, str]:
     """An error as it is stored: code, type, message, traceback. Never fails; always fits."""
     kind = type(error)
     return {
-        "code": safe_text(code_of(error), 200),
+        "code": safe_text(code or code_of(error), 200),
         "type": safe_text(f"{kind.__module__}.{kind.__qualname__}", 500),
         "message": safe_text(_message(error), MAX_MESSAGE),
         "traceback": safe_text(_traceback(error)),

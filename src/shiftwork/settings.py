@@ -375,6 +375,14 @@ class Settings:
                 chosen[name] = known.read(filed[name], f"from [tool.shiftwork] in {path}")
         return cls(**chosen)
 
+    def changed(self, **given: Any) -> Self:  # noqa: ANN401
+        """The same with some of it said otherwise; None leaves a setting as it is."""
+        if unknown := [name for name in given if name not in KNOWN]:
+            raise ConfigurationError(f"there is no setting {unknown[0]!r}{_meant(unknown[0])}")
+        return dataclasses.replace(
+            self, **{name: value for name, value in given.items() if value is not None}
+        )
+
     @property
     def done_channel(self) -> str:
         """Where ended jobs are announced while somebody waits for one."""

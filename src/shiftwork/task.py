@@ -14,8 +14,9 @@ import psycopg
 from shiftwork import operations
 from shiftwork.client import Client, Handle
 from shiftwork.codec import Signature, safe_text
+from shiftwork.codes import Codes, check_codes
 from shiftwork.context import Context
-from shiftwork.errors import ConfigurationError
+from shiftwork.errors import ConfigurationError, InvalidArgument
 from shiftwork.job import Action, NewJob, Scope, sending
 from shiftwork.retry import Retry
 from shiftwork.settings import LONGEST, Rule, Settings, choice, length, maybe, switch, whole
@@ -31,6 +32,18 @@ class Surroundings:
     """What a task needs to know of its app."""
 
     settings: Settings
+    queues: tuple[str, ...] | None = None
+    """The queues that there are, if the app has declared them."""
+
+    codes: Mapping[type[BaseException], str]
+    default_code: str | None
+
+    def check_queue(self, queue: str) -> None:
+        """Refuse a queue that the app has not declared."""
+        if self.queues is not None and queue not in self.queues:
+            raise InvalidArgument(
+                f"{queue!r} is not one of the queues of this app: {', '.join(self.queues)}", argument="queue"
+            )
 
     @property
     def client(self) -> Client:
@@ -117,6 +130,8 @@ class Sending(Generic[P, R]):
             tags=tags,
             keep=keep,
         )
+        if queue is not None:
+            self._app.check_queue(queue)
         lent = self._connection if connection is None else connection
         overruled = {_RIVALS[name] for name in chosen if name in _RIVALS}
         kept = {name: value for name, value in self._options.items() if name not in overruled}
@@ -149,6 +164,7 @@ class Options:
                 raise ConfigurationError(
                     f"task {task!r}: {name} is {value!r}; it must be {allowed}"
                 ) from None
+        check_codes(f"task {task!r}", self.codes, self.default_code)
 
 
 _RULES: Mapping[str, Rule] = {
@@ -200,6 +216,7 @@ class Task(Sending[P, R]):
         self.max_resets = running.max_resets
         self.codes = dict(running.codes)
         self.default_code = running.default_code
+        self.coder = Codes(task=self.codes, app=app.codes, default=self.default_code or app.default_code)
         try:
             _ = self.connection_parameter
         except ConfigurationError as error:

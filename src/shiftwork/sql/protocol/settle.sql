@@ -12,7 +12,7 @@ end $$;
 -- request: {"worker": 17, "outcomes": [{"id": 1, "attempt": 1, "state": "completed", "result": 42},
 --           {"id": 2, "attempt": 3, "state": "scheduled", "delay": 30, "error": {"code": "…", "message": "…"}}, …]}
 --
--- state is completed, failed, cancelled or scheduled. Scheduled with an error is a retry: the failure counts, and one that would
+-- state is completed, failed, cancelled or scheduled, after a delay or at a time, run_at. Scheduled with an error is a retry: the failure counts, and one that would
 -- land at or after the start deadline becomes failed. Scheduled without one is a snooze, and counts nothing ("failure": false
 -- makes a snooze of one that tells a cause). Where cancelling was asked for, a job that would run again is cancelled.
 --
@@ -194,9 +194,11 @@ create or replace function shiftwork.told(request jsonb) returns table (
 language sql stable as $$
   select one.id, one.attempt, one.state, one.result, one.error,
          coalesce(one.failure, one.state = 'failed' or (one.state = 'scheduled' and one.error is not null)),
-         least(greatest(coalesce(one.delay, 0), 0), 3155760000) * interval '1 second'
+         least(greatest(coalesce(extract(epoch from one.run_at - shiftwork.clock())::double precision, one.delay, 0), 0),
+               3155760000) * interval '1 second'
     from jsonb_to_recordset(request -> 'outcomes') as one (
-      id bigint, attempt int, state text, result jsonb, error jsonb, delay double precision, failure boolean)
+      id bigint, attempt int, state text, result jsonb, error jsonb, delay double precision,
+      run_at timestamptz, failure boolean)
 $$;
 
 -- Why an outcome was not written.
