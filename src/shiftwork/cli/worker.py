@@ -1,0 +1,232 @@
+"""`shiftwork worker`: the process that runs jobs.
+
+Whatever can be set has a flag, which is made from the setting itself: its words, its range and its default are written
+once, in `shiftwork.settings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from shiftwork.cli.asking import Refused, told
+from shiftwork.cli.printing import clean_lines
+from shiftwork.errors import ConfigurationError, DatabaseUnavailable, NotInstalled
+from shiftwork.settings import KNOWN, Setting, Settings, format_duration
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from shiftwork.app import App
+
+CODES = (
+    "Exit codes: 0 stopped, and every job is ended or given back; 1 failed, or jobs had to be left behind; "
+    "2 wrong usage. TERM, INT and HUP stop it, a second one at once."
+)
+
+SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "What it takes, and how much at once": {
+        "queues": "NAMES",
+        "concurrency": "N",
+        "queue_concurrency": "NAMES",
+        "task_concurrency": "NAMES",
+        "prefetch": "N",
+        "transactions": "N",
+        "unknown_tasks": "leave|fail",
+    },
+    "How it holds, waits and ends": {
+        "lease": "TIME",
+        "poll": "TIME",
+        "notify": "",
+        "timeout": "TIME",
+        "grace": "TIME",
+        "stop_when_idle": "",
+        "max_jobs": "N",
+        "max_time": "TIME",
+    },
+    "What is seen of it": {
+        "name": "NAME",
+        "log_level": "LEVEL",
+        "log_format": "text|json",
+    },
+    "The database": {
+        "dsn": "URL",
+        "schema": "NAME",
+        "listen_dsn": "URL",
+        "connect_timeout": "TIME",
+        "migrate": "",
+    },
+    "For jobs that enqueue and ask": {
+        "max_connections": "N",
+        "max_payload": "BYTES",
+        "result_poll": "TIME",
+    },
+}
+"""Where each option stands in the help, and what its value is called there."""
+
+PATIENCE = (0.5, 30.0)
+"""How long to wait for a database that is away, at first and at most, in seconds."""
+
+log = logging.getLogger("shiftwork.worker")
+
+
+class Sectioned(click.Command):
+    """A command whose options are listed by what they are about."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = {option.name: option for option in self.get_params(ctx) if isinstance(option, click.Option)}
+        named = {title: [options.pop(name) for name in names] for title, names in SECTIONS.items()}
+        for title, members in {**named, "Else": list(options.values())}.items():
+            with formatter.section(title):
+                formatter.write_dl([shown for one in members if (shown := one.get_help_record(ctx))])
+
+
+def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for every setting; the command gets those that were given, as `given`."""
+
+    def gather(**values: Any) -> Any:  # noqa: ANN401
+        given = {name: value for name in KNOWN if (value := values.pop(name)) is not NOT_GIVEN}
+        return command(given=given, **values)
+
+    gather.__name__, gather.__doc__ = command.__name__, command.__doc__
+    gather.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+    values = {name: value for names in SECTIONS.values() for name, value in names.items()}
+    for known in KNOWN.values():
+        option = click.option(
+            known.flag,
+            known.name,
+            metavar=values.get(known.name, "VALUE") or None,
+            is_flag=isinstance(known.default, bool),
+            default=None,
+            callback=_reading(known),
+            help=_help(known),
+        )
+        option(gather)
+    return gather
+
+
+NOT_GIVEN: Any = object()
+
+
+def _reading(known: Setting) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    def read(_: click.Context, option: click.Parameter, written: Any) -> Any:  # noqa: ANN401
+        if written is None:
+            return NOT_GIVEN
+        try:
+            return known.read(written, f"from {option.opts[0]}")
+        except ConfigurationError as error:
+            raise Refused(clean_lines(error)) from None
+
+    return read
+
+
+def _help(known: Setting) -> str:
+    does = known.does.replace("`", "")
+    if isinstance(known.default, bool):
+        return f"{does} [{'yes' if known.default else 'no'}]"
+    allowed = known.allowed.removesuffix(", or none")
+    for kind in ("a whole number from ", "a duration from "):  # its place in the list says that already
+        allowed = allowed.removeprefix(kind)
+    return f"{does} [{_default(known.default)}; {allowed}]"
+
+
+def _default(value: str | float | timedelta | Mapping[str, Any] | None) -> str:
+    if value is None or isinstance(value, Mapping):
+        return "none"
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int | float) else format_duration(value)
+
+
+@click.command(cls=Sectioned, epilog=CODES)
+@click.argument("where", metavar="APP")
+@setting_options
+@click.option("--migrate", is_flag=True, help="first install the schema, or bring it up to date")
+def worker(where: str, given: Mapping[str, Any], migrate: bool) -> None:
+    """Run the jobs of APP until told to stop.
+
+    APP is module:name, or path/to/file.py:name; the name can be left out if there is only one App.
+
+    Every option is also a variable of the environment (--max-jobs: SHIFTWORK_MAX_JOBS) and a key of
+    [tool.shiftwork] in pyproject.toml (max_jobs = 100). The option counts most, then the variable, then the file.
+    A time is written 500ms, 2s, 5m, 1h or 1h30m. In brackets stand the default and what else it may be.
+
+    Example: shiftwork worker shop/jobs.py --queues mail,default --concurrency 20
+    """
+    try:
+        Settings.read(**{name: value for name, value in given.items() if value is not None})
+    except ConfigurationError as error:  # in the environment or the file; better told before anything is done
+        raise Refused(clean_lines(error)) from None
+    app = find(where)
+    with told():
+        app.close()  # whatever it opened while it was imported
+        app.settings = dataclasses.replace(app.settings, **given)
+    sys.exit(0 if serve(app, migrate=migrate) else 1)
+
+
+def find(where: str) -> App:
+    """The app at `module:name` or `path/to/file.py:name`."""
+    from shiftwork.cli.finding import NotFound, find_app  # noqa: PLC0415  -- --help needs none of it
+
+    try:
+        return find_app(where)
+    except NotFound as error:
+        raise (Refused if error.mistyped else click.ClickException)(clean_lines(error)) from None
+
+
+def serve(app: App, *, migrate: bool) -> bool:
+    """Run a worker of this app, and say whether all went well."""
+    from shiftwork import logs  # noqa: PLC0415
+
+    settings = app.settings
+    logs.set_up(settings.log_level, settings.log_format)
+    try:
+        with stopping_early(), told(settings.schema), app:
+            if migrate and settings.dsn is not None:  # the embedded server migrates by itself
+                _migrate(app)
+            try:
+                return app.run_worker()
+            except NotInstalled as error:
+                raise click.ClickException(f"{error}, or start the worker with --migrate") from None
+    except click.ClickException as error:
+        if settings.log_format == "text":
+            raise
+        log.critical(error.message)  # whoever reads JSON gets nothing else
+        return False
+
+
+@contextlib.contextmanager
+def stopping_early() -> Iterator[None]:
+    """Whoever is told to stop before the worker has begun has stopped cleanly."""
+
+    def leave(*_: object) -> NoReturn:
+        sys.exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, leave)
+    yield
+
+
+def _migrate(app: App) -> None:
+    """Install the schema, as soon as there is a database."""
+    pause, waited = PATIENCE[0], False
+    while True:
+        try:
+            app.migrate()
+        except DatabaseUnavailable as error:
+            if not waited:
+                log.error("migrating waits for the database, and goes on by itself: %s", error)  # noqa: TRY400
+            waited = True
+        else:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, PATIENCE[1])
+    log.info("the schema %s is up to date", app.settings.schema)
