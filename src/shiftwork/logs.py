@@ -19,14 +19,13 @@ from shiftwork.worker.run import current
 
 log = logging.getLogger("shiftwork.worker")
 
-_CONTROL = {number: f"\\x{number:02x}" for number in (*range(32), 127, *range(128, 160))}
-_CONTROL |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\N{REPLACEMENT CHARACTER}")
-
 
 def one_line(text: object) -> str:
     """Text that cannot break out of its line, nor steer a terminal."""
     line = str(text)
-    return line if line.isprintable() else line.translate(_CONTROL)
+    if line.isprintable():
+        return line
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 class Telling:
@@ -167,7 +166,10 @@ class TextFormatter(logging.Formatter):
         run = current.get(None)
         about = f"job {run.id} {one_line(run.name)}: " if run else ""
         line = self.line(record.created, record.levelno, f"{about}{record.getMessage()}")
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if record.exc_info:
+            trace = self.formatException(record.exc_info)
+            line += "".join(f"\n  {one_line(part)}" for part in trace.splitlines())
+        return line
 
     def line(self, at: float, level: int, words: str, _: Event | None = None) -> str:
         """One line."""

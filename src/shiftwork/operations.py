@@ -10,12 +10,13 @@ from operator import itemgetter
 
 import msgspec
 
+from shiftwork.codec import safe_text
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan, Rows, Wait
 from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, SchemaTooOld, UnknownJob
-from shiftwork.job import Attempt, Job, NewJob, Sent, State, Taken
+from shiftwork.job import Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
 from shiftwork.migrate import PROTOCOL
-from shiftwork.outcome import Outcome
+from shiftwork.outcome import MAX_MESSAGE, Outcome
 from shiftwork.stores.protocol import Held, Protocol
 
 CHUNK_ROWS = 1_000
@@ -77,7 +78,11 @@ def get(store: Protocol, job: int) -> Plan[Job]:
     rows = yield store.get([job])
     for row in rows:
         return Job.from_row(row)
-    raise UnknownJob(
+    raise _unknown(job)
+
+
+def _unknown(job: int) -> UnknownJob:
+    return UnknownJob(
         f"there is no job {job}: it never was, its enqueue was rolled back, or it has been purged"
     )
 
@@ -130,6 +135,29 @@ def cancel(
     """Cancel jobs: cancelled, signalled, finished or unknown, for each."""
     rows = yield store.cancel(jobs, reason, actor)
     return {row["id"]: row["answer"] for row in rows}
+
+
+def complete(store: Protocol, job: int, result: bytes | None = None, actor: str | None = None) -> Plan[str]:
+    """Complete a job from outside, with a result as JSON: completed, finished, unknown or busy."""
+    rows = yield store.complete(job, None if result is None else result.decode(), actor)
+    return str(rows[0]["answer"])
+
+
+def progress(store: Protocol, job: int) -> Plan[Progress | None]:
+    """How far the last attempt of a job is, if it has said so."""
+    rows = yield store.progress(job)
+    if not rows:
+        raise _unknown(job)
+    [row] = rows
+    return None if row["at"] is None else Progress(row["fraction"], row["message"], moment(row["at"]))
+
+
+def logs(
+    store: Protocol, job: int, *, after: int = 0, limit: int = 10_000, last: bool = False
+) -> Plan[list[Line]]:
+    """Lines that a job has logged, in their order: the first behind a line's id, or the last ones."""
+    rows = yield store.logs(job, after, min(max(limit, 0), 100_000), last=last)
+    return [Line(row["id"], row["attempt"], moment(row["at"]), row["level"], row["message"]) for row in rows]
 
 
 def revive(store: Protocol, jobs: Sequence[int], actor: str | None = None) -> Plan[dict[int, str]]:
@@ -235,6 +263,7 @@ def claim(
     cursor: Cursor | None = None,
     start: int | None = None,
     tasks: Collection[str] | None = None,
+    but: Collection[str] = (),
 ) -> Plan[Claimed]:
     """Claim jobs from queues in their order, each up to so many; the first `start` of them begin at once."""
     cursor = Cursor() if cursor is None else cursor
@@ -244,6 +273,8 @@ def claim(
         request["start"] = start
     if tasks is not None:
         request["tasks"] = sorted(tasks)
+    if but:
+        request["but"] = sorted(but)
     *taken, last = yield store.claim(request)
     report = msgspec.json.decode(last[4])
     cursor.learn(report, map(_place, taken), began, time.monotonic())
@@ -316,6 +347,7 @@ class _Told(msgspec.Struct, omit_defaults=True, gc=False):
     result: msgspec.Raw | None = None
     error: dict[str, str] | None = None
     delay: float | None = None
+    run_at: str | None = None
     jobs: Sequence[NewJob[object]] | None = None
 
 
@@ -345,7 +377,6 @@ def release(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
 def heartbeat(
     store: Protocol,
     worker: int,
-    run_at: str | None = None
     held: Held,
     *,
     lease: float = 30,
@@ -368,6 +399,38 @@ def heartbeat(
     asked = {one["id"]: one["reason"] for one in answer["cancel"]}
     why = {int(job): reason for job, reason in answer["why"].items()}
     return Pulse(answer["alive"], answer["lost"], asked, answer["strays"], why, answer["reap"])
+
+
+def report(
+    store: Protocol,
+    worker: int,
+    lines: Sequence[tuple[int, int, float | None, str, str]] = (),
+    progress: Sequence[tuple[int, int, float | None, str | None]] = (),
+) -> Plan[Held]:
+    """Write what handlers said: lines (job, attempt, seconds ago, level, message) and progress (job, attempt,
+    fraction, message). Says which jobs and attempts this worker does not hold, and nothing was written of.
+    """
+    told = {
+        "worker": worker,
+        "lines": [
+            (job, attempt, ago, safe_text(level, 20), safe_text(message, MAX_MESSAGE))
+            for job, attempt, ago, level, message in lines
+        ],
+        "progress": [
+            (job, attempt, fraction, None if message is None else safe_text(message, MAX_MESSAGE))
+            for job, attempt, fraction, message in progress
+        ],
+    }
+    rows = yield store.report(told)
+    return [(job, attempt) for job, attempt in msgspec.json.decode(rows[0]["answer"])["lost"]]
+
+
+def declare_tasks(store: Protocol, tasks: Sequence[Mapping[str, object]]) -> Plan[int]:
+    """Enter tasks in the registry: documents as `shiftwork.declare_tasks` takes them; says how many were news."""
+    if not tasks:
+        return 0
+    rows = yield store.declare_tasks(tasks)
+    return int(rows[0]["written"])
 
 
 def reap(

@@ -39,6 +39,9 @@ class Lane:
     tasks: frozenset[str] | None
     """None: whatever there is."""
 
+    but: frozenset[str] = frozenset()
+    """What is claimed by other lanes then."""
+
     limits: tuple[Limit, ...] = ()
     cursor: Cursor = field(default_factory=Cursor)
     more: bool = False
@@ -77,10 +80,12 @@ class Lanes:
                     sharing.add(name)
                     continue
             if limits:
-                limited[name] = Lane(frozenset({name}), tuple(limits))
+                limited[name] = Lane(frozenset({name}), limits=tuple(limits))
         free = frozenset(tasks) - limited.keys() - sharing
-        shared = Lane(frozenset(sharing), (sessions,))
-        unlimited = Lane(None if settings.unknown_tasks == "fail" and not (limited or sharing) else free)
+        shared = Lane(frozenset(sharing), limits=(sessions,))
+        unlimited = Lane(free)
+        if settings.unknown_tasks == "fail":
+            unlimited = Lane(None, but=frozenset(limited) | sharing)
         self._of = limited | dict.fromkeys(sharing, shared)
         self.all = [
             lane for lane in (unlimited, shared, *limited.values()) if lane.tasks is None or lane.tasks

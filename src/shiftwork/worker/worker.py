@@ -285,7 +285,14 @@ class Worker:
         await self._reached("claiming")
         claimed = await self._line.perform(
             operations.claim(
-                self._store, self.id, wish, want, cursor=lane.cursor, start=max(free, 0), tasks=lane.tasks
+                self._store,
+                self.id,
+                wish,
+                want,
+                cursor=lane.cursor,
+                start=max(free, 0),
+                tasks=lane.tasks,
+                but=lane.but,
             )
         )
         await self._reached("claimed")
@@ -424,7 +431,9 @@ class Worker:
             return False
         if settings.max_jobs is not None and self.jobs >= settings.max_jobs:
             self.stop(f"{self.jobs} jobs were to be run")
-        elif settings.stop_when_idle and idle and self._quiet:  # else what has just ended may have left more to do
+        elif (
+            settings.stop_when_idle and idle and self._quiet
+        ):  # else what has just ended may have left more to do
             self.stop("nothing is left to do")
         return self._stopping is not None
 
@@ -630,7 +639,8 @@ class Worker:
                 await self._line.perform(operations.leave(self._store, self.id), within=LAST)
         await self._line.close()
         self._transactions.close()
-        self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
+        if self.id:
+            self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
         return not self._abandoned
 
     # Small things.

@@ -4,7 +4,7 @@
 --           "want": 10, "start": 10, "tasks": ["send_email", …], "examine": 1000, "due": 1700000000000000}
 --
 -- Queues are served in the order given, each up to its want, all together up to the outer one. `tasks` are those that
--- the worker knows (left out: all). The first `start` jobs go straight to slots and count as started (left out: all).
+-- the worker knows (left out: all, `but` those named there). The first `start` jobs go straight to slots and count as started (left out: all).
 --
 -- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
 -- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
@@ -49,10 +49,11 @@ begin
          coalesce(given.due, 0) as due,
          exists (select from shiftwork.jobs as job where job.state = 'scheduled' and job.run_at <= present
                     and job.run_at >= shiftwork.place_time(given.due)) as is_due,
-         (select array_agg(pause.name) from shiftwork.pauses as pause
-           where pause.kind = 'task' and (pause.until is null or pause.until > present)) as paused_tasks
+         nullif(array(select pause.name from shiftwork.pauses as pause
+                       where pause.kind = 'task' and (pause.until is null or pause.until > present)
+                      union all select jsonb_array_elements_text(given.but)), '{}') as paused_tasks
     into asked
-    from jsonb_to_record(request) as given (worker bigint, want int, start int, examine int, due bigint, tasks jsonb)
+    from jsonb_to_record(request) as given (worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb)
     join shiftwork.workers as worker on worker.id = given.worker and worker.gone_at is null and worker.lease_until > present
      for key share of worker;
   if not found then
