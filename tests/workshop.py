@@ -202,7 +202,7 @@ class Workshop:
             found = {event.job for event in self.seen(JobEnded) if state in (None, event.state)}
             return found >= {_id(job) for job in jobs}
 
-        await self.until(all_ended, f"the end of {[_id(job) for job in jobs]}")
+        await self.until(all_ended, f"the end of {[_id(job) for job in jobs[:20]]}")
 
     async def stopped(self) -> bool:
         """Wait until the worker's run is over; gives what it said."""
@@ -280,8 +280,8 @@ class Workshop:
     def _seen(self, *, ended: bool = False) -> str:
         if self._running.done() and not ended:
             error = None if self._running.cancelled() else self._running.exception()
-            return f"the worker is not running any more ({error!r}); seen: {self.events}"
-        return f"points {dict(self.points)}; seen: {self.events}"
+            return f"the worker is not running any more ({error!r}); seen last: {self.events[-20:]}"
+        return f"points {dict(self.points)}; seen last: {self.events[-20:]}"
 
 
 async def until(condition: Callable[[], T], stirred: set[asyncio.Event], seen: Callable[[], str]) -> T:

@@ -145,8 +145,20 @@ class Attempts:
         elif run.concluded and isinstance(ending, Returned):
             # Ended in a transaction of the handler's own. Had that been committed, this would find nothing to end.
             ending = Raised(FinishUndone("it was finished in a transaction that was not committed"))
-        retry = USUAL if run.task is None else run.task.retry or USUAL
-        return decide(run, ending, retry)
+        return self._decided(run, ending)
+
+    def _decided(self, run: Run, ending: Ending) -> Outcome:
+        task: Task | None = run.task
+        if task is None:
+            return decide(run, ending, USUAL)
+        return decide(
+            run,
+            ending,
+            task.retry or USUAL,
+            coder=task.coder,
+            encode=task.signature.encode_result,
+            jobs=tuple(run.jobs or ()),
+        )
 
     def _timeout(self, task: Task) -> timedelta | None:
         return task.timeout or self._settings.timeout
@@ -261,18 +273,18 @@ class Attempts:
 
     def finish(self, run: Run, connection: object, result: object) -> Any:  # noqa: ANN401
         """End the job as completed in the caller's transaction."""
+        _refuse_in_transaction(run)
         outcome = self._finished(run, result)
         run.concluded = True
         return self._lent(connection, self._store.conclude(run.worker, encode_outcome(outcome)))
 
     def finishing(self, run: Run, result: object) -> _Finishing:
         """A transaction of ours in which the job ends."""
-        if run.task.transaction:
-            raise ConfigurationError("a transactional task ends with its own transaction: use its tx")
+        _refuse_in_transaction(run)
         return _Finishing(self, run, self._finished(run, result))
 
     def _finished(self, run: Run, result: object) -> Outcome:
-        outcome = decide(run, Returned(result), USUAL)
+        outcome = self._decided(run, Returned(result))
         if outcome.state is not State.COMPLETED:
             raise InvalidArgument((outcome.error or {}).get("message", "the result cannot be stored"))
         return outcome
@@ -286,6 +298,11 @@ class Attempts:
 
 async def _awaited(answer: Awaitable[Any]) -> None:
     await answer
+
+
+def _refuse_in_transaction(run: Run) -> None:
+    if run.task.transaction:
+        raise ConfigurationError("a transactional task ends with its own transaction: return, or raise")
 
 
 def _is_interrupted(ending: Ending) -> bool:

@@ -66,7 +66,7 @@ class Threads:
                 continue
             if error is None:
                 future.set_result(answer)
-            elif isinstance(error, StopIteration):
+            elif isinstance(error, StopIteration | GeneratorExit):  # which mean something else to whoever awaits
                 future.set_exception(RuntimeError(f"the function raised {error!r}"))
             else:
                 future.set_exception(error)

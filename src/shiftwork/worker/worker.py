@@ -309,8 +309,11 @@ class Worker:
         worker, at = claimed.worker, claimed.at
         for place, taken in enumerate(claimed.taken):
             run = Run(*taken, worker=worker, claimed_at=at, task=tasks.get(taken[1]))
-            if run.id in holding:  # lost without our knowing; two attempts of one job do not run here at once
-                self.tell(holding[run.id], Stop.LOST, "another attempt of it began")
+            former = holding.get(run.id)
+            if former is not None and not former.ended:
+                # Lost without our knowing. Two attempts of one job do not run here at once; but one that has ended, and
+                # of which only the answer has not come yet, is in nobody's way.
+                self.tell(former, Stop.LOST, "another attempt of it began")
                 self._settling.give_back(run)
                 continue
             holding[run.id] = run
