@@ -19,7 +19,7 @@ from shiftwork.context import Context
 from shiftwork.errors import ConfigurationError, InvalidArgument
 from shiftwork.job import Action, NewJob, Scope, sending
 from shiftwork.retry import Retry
-from shiftwork.settings import LONGEST, Rule, Settings, choice, length, maybe, switch, whole
+from shiftwork.settings import LONGEST, UNLIMITED, Rule, Settings, choice, length, maybe, switch, whole
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -172,7 +172,7 @@ _RULES: Mapping[str, Rule] = {
     "transaction": switch(),
     "concurrency": maybe(whole(1, 10_000)),
     "on_lost": choice("requeue", "fail"),
-    "max_resets": maybe(whole(0, 1_000_000)),
+    "max_resets": maybe(whole(0, UNLIMITED)),
 }
 TX = "tx"
 """The parameter that takes the connection of a transactional task, if no annotation says so."""
@@ -240,14 +240,22 @@ class Task(Sending[P, R]):
             "description": safe_text(described, 1000) or None,
         }
 
-    @functools.cached_property
+    @property
     def context_parameters(self) -> tuple[str, ...]:
         """The parameters that take the context of the attempt."""
-        return tuple(name for name in self.signature.injected if name != self.connection_parameter)
+        return self._contexts
 
-    @functools.cached_property
+    @property
     def connection_parameter(self) -> str | None:
         """The parameter that takes the connection of a transactional task."""
+        return self._taker
+
+    @functools.cached_property
+    def _contexts(self) -> tuple[str, ...]:
+        return tuple(name for name in self.signature.injected if name != self._taker)
+
+    @functools.cached_property
+    def _taker(self) -> str | None:
         wanted = psycopg.AsyncConnection if self.is_async else psycopg.Connection
         found = {
             name: kind
