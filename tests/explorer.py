@@ -161,6 +161,7 @@ class Explorer:
             self._heartbeat: 2,
             self._reap: 2,
             self._cancel: 1.5,
+            self._complete: 1,
             self._revive: 1.5,
             self._run_now: 0.5,
             self._promote: 0.5,
@@ -175,6 +176,10 @@ class Explorer:
         self.monitor.execute(TRAIL)
         rows = self.protocol.rows("select verb, before::text, after::text from {}.moves")
         self.moves = {(row["verb"], row["before"], row["after"]) for row in rows}
+
+    def only(self, **weights: float) -> None:
+        """Ask these verbs and no others, each so often: for a race that is rare among all that can happen."""
+        self.verbs = {getattr(self, f"_{verb}"): weight for verb, weight in weights.items()}
 
     def close(self) -> None:
         for session in self.sessions:
@@ -457,6 +462,10 @@ class Explorer:
             "shiftwork.cancel(array(select jsonb_array_elements_text($1::jsonb)::bigint))",
             self._some(rng),
         )
+
+    def _complete(self, rng: random.Random) -> Turn:
+        call: LiteralString = "shiftwork.complete(($1::jsonb ->> 0)::bigint, '1')"
+        return self._ask("complete", call, [rng.choice(self.known)])
 
     def _run_now(self, rng: random.Random) -> Turn:
         return self._ask(

@@ -43,6 +43,7 @@ def test_a_reaper_that_does_not_look_at_the_lease_again_is_found(dsn: str) -> No
     with psycopg.connect(dsn, autocommit=True) as connection:
         planted.REAP_WITHOUT_RECHECK.sow(connection)
     explorer = Explorer(dsn)
+    explorer.only(enqueue=1, claim=4, heartbeat=6, reap=6)
     with closing(explorer), pytest.raises(AssertionError, match="reaped from a worker that holds its lease"):
         explore(explorer, range(RUNS))
 

@@ -608,6 +608,15 @@ class Machine(RuleBasedStateMachine):
                 self.model.finish(job, "cancelled")
 
     @precondition(lambda self: self.model.jobs)
+    @rule(which=st.integers(0, 50))
+    def complete(self, which: int) -> None:
+        [job] = self._some(self.model.jobs.values(), [which])
+        answer = self.protocol.value("select {}.complete(%s, '1')", job.id)
+        assert answer == ("finished" if job.state in FINAL else "completed")
+        if answer == "completed":
+            self.model.finish(job, "completed")
+
+    @precondition(lambda self: self.model.jobs)
     @rule(some=st.lists(st.integers(0, 50), min_size=1, max_size=3))
     def revive(self, some: list[int]) -> None:
         model = self.model

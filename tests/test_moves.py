@@ -250,6 +250,11 @@ def _cancel(protocol: Protocol, job: Row) -> str:
     return protocol.cancel(job["id"])[job["id"]]
 
 
+@deed("complete", "", "completed")
+def _complete(protocol: Protocol, job: Row) -> str:
+    return str(protocol.value("select {}.complete(%s, '1')", job["id"]))
+
+
 @deed("run_now", "", "moved", "ready")
 def _run_now(protocol: Protocol, job: Row) -> str:
     return protocol.run_now(job["id"])[job["id"]]
@@ -270,6 +275,13 @@ def _pause(protocol: Protocol, job: Row) -> str:
 @deed("resume", "")
 def _resume(protocol: Protocol, job: Row) -> str:
     protocol.rows("select {}.pause(queue => 'here'), shiftwork.resume(queue => 'here')")
+    return "none"
+
+
+@deed("report", "")
+def _report(protocol: Protocol, job: Row) -> str:
+    said = [[job["id"], job["attempt"], 0, "info", "hello"]]
+    protocol.rows("select {}.report(%s)", Jsonb({"worker": job["worker"], "lines": said}))
     return "none"
 
 

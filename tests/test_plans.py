@@ -73,6 +73,14 @@ class Scene:
             "heartbeat": self.cost(
                 "select {}.heartbeat(%s)", {"worker": self.worker, "held": self.held, "answered": 1 << 40}
             ),
+            "report": self.cost(
+                "select {}.report(%s)",
+                {
+                    "worker": self.worker,
+                    "lines": [[job, attempt, 0, "info", "hello"] for job, attempt in self.held],
+                    "progress": [[job, attempt, 0.5, "half"] for job, attempt in self.held],
+                },
+            ),
             "release": self.cost("select * from {}.release(%s)", {"worker": self.worker, "held": self.held}),
             "reap": self.cost("select * from {}.reap(most => %s)", 1000),
             "promote": self.cost("select * from {}.promote(%s)", 1000),
@@ -120,6 +128,21 @@ def crowd(connection: psycopg.Connection[Any], busy: int) -> None:
             (task, queue, OTHERS),
         )
     connection.execute("select shiftwork.pause(task => 'paused')")
+    # Lines and progress of other jobs, and workers that hold their lease or are gone.
+    connection.execute(
+        "insert into shiftwork.logs (job, attempt, level, message)"
+        " select 1000000 + n / 10, 1, 'info', 'x' from generate_series(1, %s) as n",
+        (OTHERS,),
+    )
+    connection.execute(
+        "insert into shiftwork.progress (job, attempt) select 1000000 + n, 1 from generate_series(1, %s) as n",
+        (OTHERS,),
+    )
+    connection.execute(
+        "insert into shiftwork.workers (lease_until, gone_at)"
+        " select now() + case when n % 10 = 0 then interval '1 hour' else '-1 hour' end, case when n % 10 <> 0 then now() end"
+        " from generate_series(1, 20000) as n"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ OTHER = {"workers", "audit", "moves", "migrations", "all_jobs"}
 
 PRODUCING = {"enqueue", "enqueue_many", "clock"}
 VIEWING = {"clock", "look", "await_results"}
-STEERING = {"cancel", "revive", "run_now", "pause", "resume", "retain", "note"}
+STEERING = {"cancel", "complete", "revive", "run_now", "pause", "resume", "retain", "note"}
 NOBODY = {
     "check_payload",
     "complete_insert",
@@ -262,6 +262,11 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
             {"id": ids[3], "attempt": 1, "state": "failed", "error": error},
         )
         assert set(answers.values()) == {"settled"}
+        lost = worker.value(
+            "select {}.report(%s)", json.dumps({"worker": me, "lines": [[ids[5], 1, 0, "info", "x"]]})
+        )
+        assert lost == {"lost": []}
+        assert worker.value("""select {}.declare_tasks('[{{"name": "t", "queue": "default"}}]')""") == 1
         assert worker.release(me, [[ids[2], 1], [ids[4], 1]]) == {ids[2]: "cancelled", ids[4]: "released"}
         worker.rows("select {}.fence(%s, 1)", ids[5])
         worker.rows("update {}.workers set lease_until = 'epoch'")
@@ -277,14 +282,17 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         operator.rows("select {}.pause(queue => 'mail')")
         operator.rows("select {}.resume(queue => 'mail')")
         operator.rows("select {}.retain('mail', completed => 1)")
-        operator.rows("insert into {}.tasks (name, max_resets) values ('t', 1)")
+        operator.rows("update {}.tasks set max_resets = 1 where name = 't'")
+        assert operator.value("select {}.complete(%s)", ids[5]) == "completed"
         operator.rows("update {}.settings set value = '10000' where name = 'max_payload'")
-        assert viewer.value("select count(*) from {}.audit") == 7
+        assert viewer.value("select count(*) from {}.audit") == 8
         assert viewer.state(expiring) == "expired"
         assert len(viewer.rows("select * from {}.look(%s)", ids)) == len(ids)
 
         beyond: list[tuple[Protocol, Any]] = [
             (worker, "select * from {}.cancel(array[1::bigint])"),
+            (worker, "select {}.complete(1)"),
+            (viewer, "select {}.declare_tasks('[]')"),
             (operator, "delete from {}.audit"),
             (viewer, "update {}.jobs set priority = 0"),
         ]

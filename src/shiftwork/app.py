@@ -366,6 +366,19 @@ class App(Surroundings):
         client = await self.aclient()
         return await client.aperform(operations.cancel(client.store, ids, reason), connection)
 
+    def complete(self, id: int, result: object = None, *, connection: object = None) -> str:  # noqa: A002
+        """Complete a job from outside, with a result; it is completed, finished, unknown or busy.
+
+        One that is running is taken from its worker, whose handler is told.
+        """
+        plan = operations.complete(self.client.store, id, encode_result(result))
+        return self.client.perform(plan, connection)
+
+    async def acomplete(self, id: int, result: object = None, *, connection: object = None) -> str:  # noqa: A002
+        """Complete a job from outside, with a result; see `complete`."""
+        client = await self.aclient()
+        return await client.aperform(operations.complete(client.store, id, encode_result(result)), connection)
+
     def revive(self, ids: Sequence[int], *, connection: object = None) -> Answers:
         """Give finished jobs another life; each is revived, live, unknown or busy."""
         return self.client.perform(operations.revive(self.client.store, ids), connection)

@@ -31,7 +31,7 @@ from shiftwork.database import (
     run,
 )
 from shiftwork.errors import JobCancelled, JobEnded, JobExpired, JobFailed
-from shiftwork.job import Answer, Job, State
+from shiftwork.job import Answer, Job, Line, Progress, State
 from shiftwork.notifications import AEar, Ear
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
@@ -172,6 +172,24 @@ class Handle(Generic[R]):
         return answers.get(self.id, "unknown")
 
     def _of(self, job: Job) -> R:
+    def progress(self) -> Progress | None:
+        """How far its last attempt is: fraction, message and when it was said; None if it has said nothing."""
+        return self._client.perform(operations.progress(self._client.store, self.id))
+
+    async def aprogress(self) -> Progress | None:
+        """How far its last attempt is: fraction, message and when it was said; None if it has said nothing."""
+        return await self._client.aperform(operations.progress(self._client.store, self.id))
+
+    def logs(self, *, after: int = 0, limit: int = 10_000, last: bool = False) -> list[Line]:
+        """What its handler logged, in order: the first lines behind the one with the id `after`, or the last."""
+        plan = operations.logs(self._client.store, self.id, after=after, limit=limit, last=last)
+        return self._client.perform(plan)
+
+    async def alogs(self, *, after: int = 0, limit: int = 10_000, last: bool = False) -> list[Line]:
+        """What its handler logged, in order: the first lines behind the one with the id `after`, or the last."""
+        plan = operations.logs(self._client.store, self.id, after=after, limit=limit, last=last)
+        return await self._client.aperform(plan)
+
         if job.state is State.COMPLETED:
             return self._read(job.result)
         raise _ended(job)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
-from typing import Any, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, get_args
 
 import msgspec
 
@@ -109,6 +109,24 @@ Taken = tuple[
 ]
 """A job as a claim gives it: id, task, queue, priority, payload, attempt, failures, resets, max_attempts, run_at,
 created_at, expires_at, unique_key, tags; times in epoch microseconds, by the database's clock."""
+
+
+class Progress(NamedTuple):
+    """How far a handler said it is."""
+
+    fraction: float | None
+    message: str | None
+    at: datetime | None
+
+
+class Line(NamedTuple):
+    """A line that a handler logged."""
+
+    id: int
+    attempt: int
+    at: datetime | None
+    level: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,8 @@ def logs(
 ) -> Plan[list[Line]]:
     """Lines that a job has logged, in their order: the first behind a line's id, or the last ones."""
     rows = yield store.logs(job, after, min(max(limit, 0), 100_000), last=last)
-    return [Line(row["id"], row["attempt"], moment(row["at"]), row["level"], row["message"]) for row in rows]
+    found = [Line(row["id"], row["attempt"], moment(row["at"]), row["level"], row["message"]) for row in rows]
+    return found[::-1] if last else found
 
 
 def revive(store: Protocol, jobs: Sequence[int], actor: str | None = None) -> Plan[dict[int, str]]:

@@ -74,7 +74,7 @@ grant execute on function
   shiftwork.told(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
   shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.why_lost(bigint[]), shiftwork.register_worker(jsonb),
   shiftwork.leave(bigint), shiftwork.lease_of(jsonb), shiftwork.holds(jsonb), shiftwork.reap(bigint, int, boolean), shiftwork.take_back(bigint[]),
-  shiftwork.end_sessions(bigint[]),
+  shiftwork.end_sessions(bigint[]), shiftwork.report(jsonb), shiftwork.declare_tasks(jsonb), shiftwork.conclude(jsonb),
   shiftwork.expire(int), shiftwork.fence(bigint, int), shiftwork.finish(bigint[], shiftwork.job_state, jsonb),
   shiftwork.finish_together(bigint[], shiftwork.job_state, jsonb), shiftwork.will_pass(text),
   shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
@@ -86,7 +86,7 @@ grant execute on function
 grant insert, update, delete on shiftwork.tasks, shiftwork.queues, shiftwork.pauses, shiftwork.settings, shiftwork.schedules, shiftwork.edges
   to shiftwork_operator;
 grant execute on function
-  shiftwork.cancel(bigint[], text, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
+  shiftwork.cancel(bigint[], text, text), shiftwork.complete(bigint, jsonb, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
   shiftwork.pause(text, text, interval, text, text), shiftwork.resume(text, text, text),
   shiftwork.retain(text, int, int, int, int, text), shiftwork.note(text, text, jsonb, jsonb, jsonb)
   to shiftwork_operator;

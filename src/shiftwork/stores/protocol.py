@@ -45,7 +45,17 @@ LIST = (
 )
 COUNTS = "select state::text as state, count(*) as number from shiftwork.all_jobs <matching> group by state"
 CANCEL = "select id, answer from shiftwork.cancel(%s::bigint[], %s::text, %s::text)"
+COMPLETE = "select shiftwork.complete(%s::bigint, %s::jsonb, %s::text) as answer"
 REVIVE = "select id, answer from shiftwork.revive(%s::bigint[], %s::text)"
+PROGRESS = """
+select job.id, said.fraction, said.message, extract(epoch from said.at)::text as at
+  from shiftwork.look(array[%s::bigint]) as job
+  left join shiftwork.progress as said on said.job = job.id and said.attempt = job.attempt
+"""
+LOGS = """
+select id, attempt, extract(epoch from at)::text as at, level, message
+  from shiftwork.logs where job = %s and id > %s order by id <order> limit %s
+"""
 RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::boolean)"
 
 # What workers call. The answer of a claim ends with its report, which has id 0.
@@ -65,6 +75,8 @@ SETTLE = (
 )
 RELEASE = "select id, answer from shiftwork.release(%s::jsonb)"
 HEARTBEAT = "select shiftwork.heartbeat(%s::jsonb)::text as answer"
+REPORT = "select shiftwork.report(%s::jsonb)::text as answer"
+DECLARE_TASKS = "select shiftwork.declare_tasks(%s::jsonb) as written"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
@@ -101,6 +113,7 @@ QUEUES = KNOWN.replace("<kind>", "queue").replace(
 TASKS = KNOWN.replace("<kind>", "task").replace(
     "<said>", "known.queue, known.priority, known.max_attempts, known.description"
 )
+INSTALLED = "select (value ->> 'version')::int as protocol from shiftwork.settings where name = 'protocol'"
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
 
 
@@ -158,6 +171,18 @@ class Protocol:
         """End these jobs as cancelled, or signal the handlers that run them."""
         return self._statement(CANCEL, list(ids), reason, actor)
 
+    def complete(self, job: int, result: str | None, actor: str | None) -> Statement:
+        """End a job as completed, whoever holds it."""
+        return self._statement(COMPLETE, job, result, actor)
+
+    def progress(self, job: int) -> Statement:
+        """How far the last attempt of a job is."""
+        return self._look(PROGRESS, job)
+
+    def logs(self, job: int, after: int, limit: int, *, last: bool) -> Statement:
+        """Lines that a job logged behind one of them: the first, or the last, newest first."""
+        return self._look(LOGS.replace("<order>", "desc" if last else "asc"), job, after, limit)
+
     def revive(self, ids: Sequence[int], actor: str | None) -> Statement:
         """Give finished jobs another life."""
         return self._statement(REVIVE, list(ids), actor)
@@ -193,6 +218,14 @@ class Protocol:
     def heartbeat(self, request: Mapping[str, object]) -> Statement:
         """Renew a lease, and compare what is held."""
         return self._statement(HEARTBEAT, _text(request))
+
+    def report(self, request: Mapping[str, object]) -> Statement:
+        """What handlers say while they run."""
+        return self._statement(REPORT, _text(request))
+
+    def declare_tasks(self, tasks: Sequence[Mapping[str, object]]) -> Statement:
+        """Enter tasks in the registry."""
+        return self._statement(DECLARE_TASKS, msgspec.json.encode(tasks).decode())
 
     def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
         """Take jobs back from workers whose lease has lapsed."""
@@ -256,6 +289,10 @@ class Protocol:
     def tasks(self) -> Statement:
         """Tasks: what is registered, their jobs, and whether they are paused."""
         return self._look(TASKS)
+
+    def installed(self) -> Statement:
+        """Which protocol the schema has."""
+        return self._look(INSTALLED)
 
     def await_results(self, seconds: float) -> Statement:
         """Ask that ended jobs be announced for so long."""

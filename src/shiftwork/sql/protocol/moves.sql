@@ -19,6 +19,8 @@ insert into shiftwork.moves (verb, before, after) values
   ('cancel', 'blocked', 'cancelled'), ('cancel', 'scheduled', 'cancelled'),
   ('cancel', 'ready', 'cancelled'), ('cancel', 'waiting', 'cancelled'),
   ('cancel', 'running', 'running'),                                           -- its holder is told
+  ('complete', 'blocked', 'completed'), ('complete', 'scheduled', 'completed'), ('complete', 'ready', 'completed'),
+  ('complete', 'running', 'completed'), ('complete', 'waiting', 'completed'),
   ('run_now', 'scheduled', 'ready'), ('run_now', 'ready', 'ready'),
   ('revive', 'completed', 'ready'), ('revive', 'failed', 'ready'),
   ('revive', 'cancelled', 'ready'), ('revive', 'expired', 'ready');
