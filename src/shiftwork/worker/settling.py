@@ -34,6 +34,9 @@ PATIENCE = (0.1, 5.0)
 """How long to wait after the first failure, and at most."""
 
 REPORT_EVERY = 0.5
+MOST_LINES = 10_000
+"""Lines that may wait to be written, while the database is away."""
+
 LAST = 0.5
 """Seconds for what is under way at the very end."""
 
@@ -62,7 +65,7 @@ class Settling:
         self._at = at
         self._outcomes: deque[Told] = deque()
         self._returns: deque[Run] = deque()
-        self._lines: deque[tuple[Run, str, str]] = deque()
+        self._lines: deque[tuple[Run, float, str, str]] = deque(maxlen=MOST_LINES)
         self._progress: dict[Run, tuple[float | None, str | None]] = {}
         self._reporting: asyncio.TimerHandle | None = None
         self._something = asyncio.Event()
@@ -89,7 +92,7 @@ class Settling:
 
     def log(self, run: Run, level: str, message: str) -> None:
         """Keep a line that a handler logged; may be called from any thread."""
-        self._lines.append((run, level, message))
+        self._lines.append((run, self._loop.time(), level, message))
         self._report_soon()
 
     def progress(self, run: Run, fraction: float | None, message: str | None) -> None:
@@ -270,6 +273,31 @@ class Settling:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
+        while self._lines or self._progress:
+            lines = [self._lines.popleft() for _ in range(min(len(self._lines), MOST_ROWS))]
+            progress = [self._progress.popitem() for _ in range(min(len(self._progress), MOST_ROWS))]
+            for worker in {line[0].worker for line in lines} | {run.worker for run, _ in progress}:
+                now = self._loop.time()
+                plan = operations.report(
+                    self._store,
+                    worker,
+                    [
+                        (run.id, run.attempt, max(now - at, 0), level, message)
+                        for run, at, level, message in lines
+                        if run.worker == worker
+                    ],
+                    [(run.id, run.attempt, *said) for run, said in progress if run.worker == worker],
+                )
+                try:
+                    await self._line.perform(plan)
+                except DatabaseUnavailable:
+                    self._lines.extendleft(reversed(lines))
+                    self._progress = dict(progress) | self._progress
+                    raise
+                except ShiftworkError as error:
+                    self._trouble(
+                        error
+                    )  # what cannot be kept of it must not keep outcomes from being written
 
 
 def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]:
