@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,11 @@ def test_what_no_attempt_can_help_fails_at_once(error: Exception, code: str) -> 
     assert outcome.state == "failed"
     assert outcome.error is not None
     assert outcome.error["code"] == code
+
+
+def test_the_page_of_errors_tells_what_each_reserved_code_means() -> None:
+    # spec: HO-13
+    page = (Path(__file__).parent.parent / "docs/errors.md").read_text("utf-8")
+    told = page.split("## Reserved codes")[1].split("\n## ")[0]
+    lines = {line for line in told.splitlines() if line.startswith("| `")}
+    assert lines == {f"| `{code}` | {sentence} |" for code, sentence in RESERVED.items()}

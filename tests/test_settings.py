@@ -423,6 +423,25 @@ def test_settings_are_a_value() -> None:
     assert dataclasses.replace(settings, prefetch=3).queues == {"mail": 1.0}
 
 
+def shown(default: object) -> str:
+    """A default as the page writes it."""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, timedelta):
+        return format_duration(default)
+    return f"{default:,}" if isinstance(default, int) else str(default or "none")
+
+
+def test_the_page_of_settings_tells_of_each_what_is_so() -> None:
+    # spec: SH-9
+    page = (Path(__file__).parent.parent / "docs/settings.md").read_text("utf-8")
+    told = [line for line in page.splitlines() if "`SHIFTWORK_" in line and line.startswith("| `")]
+    assert sorted(told) == sorted(
+        f"| `{it.name}` | `{it.flag}` `{it.variable}` | {shown(it.default)} | {it.allowed} | {it.does} |"
+        for it in KNOWN.values()
+    )
+
+
 def test_reading_settings_imports_little(tmp_path: Path) -> None:
     script = "import sys; from shiftwork.settings import Settings; Settings.read(); print(*sys.modules)"
     (tmp_path / "pyproject.toml").write_text("[tool.other]\nx = 1")
