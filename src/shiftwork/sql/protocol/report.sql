@@ -2,8 +2,9 @@
 --
 -- request: {"worker": 17, "lines": [[job, attempt, seconds ago, level, message], …], "progress": [[job, attempt, fraction, message], …]}
 --
--- Written only for attempts that this worker holds; their rows are read and not locked. Of each attempt the first thousand
--- lines are kept, and one that says that there were more; of several words about its progress the last counts.
+-- Written only for attempts that this worker holds, or was the last to hold: what a transactional handler said may come after
+-- its end. Their rows are read and not locked. Of each attempt the first thousand lines are kept, and one that says that there
+-- were more; of several words about its progress the last counts.
 -- The answer: {"lost": [[job, attempt], …]}, of which nothing was written.
 create or replace function shiftwork.report(request jsonb) returns jsonb
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
@@ -24,8 +25,11 @@ begin
     from (select distinct (one ->> 0)::bigint as job, (one ->> 1)::int as attempt
             from jsonb_array_elements(lines || latest) as one) as said
     left join lateral (
-      select job.id from shiftwork.jobs as job
-       where job.id = said.job and job.attempt = said.attempt and job.worker = holder and job.state = 'running'
+      select coalesce(
+        (select job.id from shiftwork.jobs as job
+          where job.id = said.job and job.attempt = said.attempt and job.worker = holder),
+        (select ended.id from shiftwork.history as ended
+          where ended.id = said.job and ended.attempt = said.attempt and ended.worker = holder limit 1)) as id
       offset 0) as held on true;
 
   if jsonb_array_length(lines) > 0 then
