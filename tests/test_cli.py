@@ -446,6 +446,62 @@ def test_cancel_revive_and_run_now_answer_for_each_job(dsn: str, protocol: Proto
     assert protocol.state(waiting) == "ready"
 
 
+def test_what_a_handler_says_is_shown_and_followed_to_its_end(dsn: str, protocol: Protocol) -> None:
+    job, worker = protocol.enqueue(), protocol.register()
+    protocol.claim(worker)
+
+    def say(*messages: str) -> None:
+        lines = [[job, 1, 0, "warning", message] for message in messages]
+        said = {"worker": worker, "lines": lines, "progress": [[job, 1, 0.42, HOSTILE]]}
+        protocol.rows("select {}.report(%s)", json.dumps(said))
+
+    assert told("jobs", "logs", str(job), dsn=dsn).stdout == ""
+    say(*(f"line {n}" for n in range(12)), HOSTILE)
+    shown = told("jobs", "show", str(job), dsn=dsn).stdout
+    assert "progress" in shown
+    assert "42% " in shown
+    assert "line 11" in shown
+    assert "line 2\n" not in shown
+    assert not BAD.search(shown)
+    known = answer("jobs", "show", str(job), dsn=dsn)
+    assert known["progress"]["message"] == HOSTILE
+    assert [line["message"] for line in known["logs"]][-2:] == ["line 11", HOSTILE]
+    listed = told("jobs", "logs", str(job), dsn=dsn).stdout
+    assert len(listed.splitlines()) == 13
+    assert not BAD.search(listed)
+    documents = [
+        json.loads(line) for line in told("jobs", "logs", str(job), "--json", dsn=dsn).stdout.splitlines()
+    ]
+    assert documents[0]["level"] == "warning"
+    assert documents[-1]["message"] == HOSTILE
+
+    follower = subprocess.Popen(
+        [*SHIFTWORK, "jobs", "logs", str(job), "--follow", "--dsn", dsn], stdout=subprocess.PIPE, text=True
+    )
+    assert follower.stdout is not None
+    for _ in range(13):
+        assert follower.stdout.readline()
+    say("and more")
+    assert follower.stdout.readline().endswith("and more\n")
+    protocol.complete(worker, [{"id": job, "attempt": 1}])
+    assert follower.communicate(timeout=60)[0] == ""
+    assert follower.returncode == 0
+    assert told("jobs", "logs", "4711", dsn=dsn).exit_code == 3
+
+
+def test_a_job_is_completed_by_hand(dsn: str, protocol: Protocol) -> None:
+    # spec: QU-25
+    one, two = protocol.enqueue(delay=60), protocol.enqueue()
+    assert (
+        told("jobs", "complete", str(one), "--result", '{"n": 1}', dsn=dsn).stdout == f"job {one} completed\n"
+    )
+    assert protocol.job(one)["result"] == {"n": 1}
+    assert answer("jobs", "complete", str(two), dsn=dsn) == [{"id": two, "answer": "completed"}]
+    again = told("jobs", "complete", str(one), dsn=dsn)
+    assert (again.exit_code, again.stdout) == (3, f"job {one} finished already\n")
+    assert told("jobs", "complete", str(one), "--result", "{", dsn=dsn).exit_code == 2
+
+
 # queues, tasks, purge
 
 

@@ -14,6 +14,7 @@ from shiftwork.cli.printing import (
     at,
     clean,
     document,
+    json_line,
     print_fields,
     print_json,
     print_table,
@@ -23,7 +24,7 @@ from shiftwork.errors import InvalidArgument
 from shiftwork.settings import UNLIMITED, Settings
 
 if TYPE_CHECKING:
-    from shiftwork.job import Attempt, Job
+    from shiftwork.job import Attempt, Job, Line, Progress
 
 CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: there is no such job, or it could not be moved."
@@ -33,11 +34,13 @@ STATES = (
     *("completed", "failed", "cancelled", "expired"),
 )
 ID = click.IntRange(1, 2**63 - 1)
+LAST_LINES = 10
+FOLLOWING = 1.0
 
 
 @click.group(epilog=CODES)
 def jobs() -> None:
-    """List, show, enqueue, cancel, revive and count jobs."""
+    """List, show, enqueue, cancel, complete, revive and count jobs."""
 
 
 def matching_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,11 +96,14 @@ def list_(
 @click.argument("id", type=ID)
 @json_option
 def show(settings: Settings, id: int, as_json: bool) -> None:  # noqa: A002
-    """Show all that is known of a job, with the attempts that did not succeed."""
+    """Show all that is known of a job, with the attempts that did not succeed and the last lines it logged."""
     with opened(settings) as app:
-        job = app.job(id).info()
+        handle = app.job(id)
+        job, progress, lines = handle.info(), handle.progress(), handle.logs(limit=LAST_LINES, last=True)
     if as_json:
-        print_json({**_fields(job), "attempts": [_plainly(attempt) for attempt in job.attempts]})
+        attempts = [_plainly(attempt) for attempt in job.attempts]
+        said = {"progress": progress and progress._asdict(), "logs": [line._asdict() for line in lines]}
+        print_json({**_fields(job), "attempts": attempts, **said})
         return
     print_fields(
         {
@@ -120,6 +126,7 @@ def show(settings: Settings, id: int, as_json: bool) -> None:  # noqa: A002
             "claimed": at(job.claimed_at),
             "started": at(job.started_at),
             "finished": at(job.finished_at),
+            "progress": _progress(progress),
             "unreadable": ", ".join(job.faults),
             "error": _cause(job.error),
             "traceback": _traceback(job.error),
@@ -132,6 +139,34 @@ def show(settings: Settings, id: int, as_json: bool) -> None:  # noqa: A002
             for one in job.attempts
         ]
         print_table(("attempt", "outcome", "ended", "worker", "error"), rows, numbers=("attempt", "worker"))
+    if lines:
+        click.echo()
+        for line in lines:
+            click.echo(_line(line))
+        if len(lines) == LAST_LINES:
+            click.echo(f"All of it: shiftwork jobs logs {id}", err=True)
+
+
+@jobs.command(epilog=CODES)
+@database_options
+@click.argument("id", type=ID)
+@click.option("--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Each line as a JSON document.")
+def logs(settings: Settings, id: int, follow: bool, as_json: bool) -> None:  # noqa: A002
+    """Show what the handler of a job has logged."""
+    import time  # noqa: PLC0415
+
+    with opened(settings) as app:
+        handle, after = app.job(id), 0
+        while True:
+            ended = handle.status().is_final  # asked first: what it logged at its end is still to be read
+            while lines := handle.logs(after=after, limit=1000):
+                for line in lines:
+                    click.echo(json_line(line._asdict()) if as_json else _line(line))
+                after = lines[-1].id
+            if ended or not follow:
+                return
+            time.sleep(FOLLOWING)
 
 
 @jobs.command()
@@ -239,6 +274,26 @@ def cancel(
     _answer(context, answers, as_json, {"cancelled", "signalled"})
 
 
+def _result(_: click.Context, __: click.Parameter, given: str | None) -> object:
+    try:
+        return None if given is None else json.loads(given, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"the result is not JSON: {clean(error)}") from None
+
+
+@jobs.command(epilog=CODES)
+@database_options
+@click.argument("id", type=ID)
+@click.option("--result", metavar="JSON", callback=_result, help="What it is to have given.")
+@json_option
+@click.pass_context
+def complete(context: click.Context, settings: Settings, id: int, result: object, as_json: bool) -> None:  # noqa: A002
+    """Complete a job: what it was to do has been done otherwise. One that is running is taken from its worker."""
+    with opened(settings) as app:
+        answers = {id: app.complete(id, result)}
+    _answer(context, answers, as_json, {"completed"})
+
+
 @jobs.command(epilog=CODES)
 @database_options
 @ids_argument
@@ -302,6 +357,17 @@ def _plainly(record: Job | Attempt) -> dict[str, Any]:
 
 def _tries(job: Job) -> str:
     return f"{job.attempt}/{'∞' if job.max_attempts == UNLIMITED else job.max_attempts}"
+
+
+def _progress(progress: Progress | None) -> str:
+    if progress is None:
+        return ""
+    share = "" if progress.fraction is None else f"{progress.fraction:.0%}"
+    return " ".join(part for part in (share, progress.message, f"({at(progress.at)})") if part)
+
+
+def _line(line: Line) -> str:
+    return f"{at(line.at)} {clean(line.level):<8} {clean(line.message)}"
 
 
 def _cause(error: Mapping[str, Any] | None) -> str:

@@ -55,6 +55,11 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, default=_plain, indent=2))
 
 
+def json_line(value: object) -> str:
+    """A JSON document in one line, in ASCII."""
+    return json.dumps(value, default=_plain)
+
+
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
