@@ -1,4 +1,4 @@
-"""`shiftwork demo`: the play is performed, and its account is right, or said to be wrong."""
+"""`shiftwork demo`: real workers, one death, and an account that is right, or said to be wrong."""
 
 from __future__ import annotations
 
@@ -16,73 +16,125 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from shiftwork.demo import Play, Story
+from shiftwork.database import connect
+from shiftwork.demo import Demo, Room, Screen
+from shiftwork.demo_app import app
 from shiftwork.job import State
+from shiftwork.settings import Settings
+from tests.harness import Protocol
 
-DEMO = [sys.executable, "-c", "from shiftwork.cli import main; main(prog_name='shiftwork')", "demo"]
+DEMO = [sys.executable, "-m", "shiftwork", "demo"]
 
 
-class Notes(Story):
-    """The story, written down."""
+class Notes(Screen):
+    """The demo, written down."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
-        self.counted: dict[State, int] = {}
+        self.expected: dict[State, int] = {}
+        self.found: dict[State, int] = {}
 
-    def heading(self, text: str) -> None:
+    def say(self, text: str, *, good: bool = False, bad: bool = False) -> None:
         self.lines.append(text)
 
-    def say(self, text: str, *, good: bool = False) -> None:
-        self.lines.append(text)
-
-    def counts(self, counts: Mapping[State, int]) -> None:
-        self.counted = dict(counts)
+    def account(self, expected: Mapping[State, int], found: Mapping[State, int]) -> None:
+        self.expected, self.found = dict(expected), dict(found)
 
 
-def test_the_play_accounts_for_every_job(empty_dsn: str) -> None:
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids(told: str) -> list[int]:
+    """The processes of the workers that were started."""
+    return [int(pid) for pid in re.findall(r"\(pid (\d+),", told)]
+
+
+def test_real_workers_run_the_jobs_one_is_killed_and_all_are_accounted_for(
+    empty_dsn: str, tmp_path: Path
+) -> None:
+    # spec: SH-1, SH-21
     notes = Notes()
-    assert Play(notes, empty_dsn, 300).perform()
+    assert Demo(notes, Room(tmp_path, empty_dsn), 400).perform(), notes.lines
     told = "\n".join(notes.lines)
     for part in (
-        "job 2. Rolled back …\n… and there is no order and no job 2.",
-        "job 6 created, job 6 existing",
-        "jobs 1, 3 and 4 are ready again",
-        "at attempt 2: 5 settled",
-        "settles at last: 3 lost",
-        "'the scale is stuck' and is scheduled",
-        "is due again: completed at attempt 2",
-        "'nobody lives at this address' and is failed",
-        "revived: completed",
-        "→ cancelled",
-        "within 1 ms: expired",
-        "'Hello, Alan!'",
-        "311 jobs were enqueued, and all are accounted for.",
+        r"kill -9 \d+: the worker '(first|second)' is dead",
+        r"It held \d+ jobs? \(",
+        r"Taken back after \d+\.\d s, ready for the others: jobs \d+",
+        r"The 4 watches are cancelled while they run: 4 signalled",
+        r"TERM to the workers; exit codes after .*: \w+ 0, third 0\.",
+        r"every one has ended as it should, once",
+        r"attempts failed, exactly those that were to fail",
+        r"18 orders were committed with their jobs, and each led to one invoice",
+        r"bookings were made in transactions of jobs, each exactly once",
+        r"attempts were lost with their worker, and made again",
     ):
-        assert part in told
-    assert notes.counted == {State.COMPLETED: 308, State.FAILED: 1, State.CANCELLED: 1, State.EXPIRED: 1}
+        assert re.search(part, told), part
+    assert notes.found == notes.expected
+    assert notes.found[State.CANCELLED] == 4
+    assert len(pids(told)) == 3
+    assert not any(map(is_alive, pids(told)))
+
+
+def account(dsn: str, protocol: Protocol, tmp_path: Path) -> tuple[Demo, Notes]:
+    """A demo of four jobs that has been played to its end, except for the account."""
+    notes = Notes()
+    demo = Demo(notes, Room(tmp_path, dsn), 200)
+    protocol.rows("create table orders (number int primary key)")
+    protocol.rows("create table bookings (job bigint not null, amount int not null)")
+    worker = protocol.register()
+    ended: dict[int, dict[str, object]] = {
+        protocol.enqueue("greet"): {"state": "completed"},
+        protocol.enqueue("book"): {"state": "completed"},
+        protocol.enqueue("order"): {"state": "completed"},
+        protocol.enqueue("deliver"): {"state": "failed", "error": {"code": "POISON"}},
+        protocol.enqueue("invoice"): {"state": "completed"},
+    }
+    protocol.claim(worker, most=10)
+    protocol.rows("update {}.jobs set resets = 1 where id = 1")
+    protocol.settle(worker, *({"id": job, "attempt": 1, **how} for job, how in ended.items()))
+    for job in (1, 2, 3):
+        demo.plan.note(job, State.COMPLETED, books=7 if job == 2 else None)
+    demo.plan.note(4, State.FAILED, failures=1)
+    demo.plan.orders = 1
+    demo.lost = {1}
+    protocol.rows("insert into orders values (1)")
+    protocol.rows("insert into bookings values (2, 7)")
+    return demo, notes
 
 
 @pytest.mark.parametrize(
     ("meddling", "said"),
     [
-        ("insert into shiftwork.jobs (task, payload) values ('greet', '{}')", "and 14 rows found"),
-        ("delete from shiftwork.history where id = 1", "and 12 rows found"),
-        ("update shiftwork.history set state = 'failed', error = '{}' where id = 1", "should be: 1."),
-        ("insert into shiftwork.history select * from shiftwork.history where id = 1", "and 14 rows found"),
+        (None, None),
+        ("insert into shiftwork.jobs (task, payload) values ('greet', '{}')", "6 found"),
+        ("delete from shiftwork.history where id = 1", "should be: 1"),
+        ("update shiftwork.history set state = 'failed', error = '{}' where id = 1", "should be: 1"),
+        ("insert into shiftwork.history select * from shiftwork.history where id = 1", "(1 doubled)"),
+        ("delete from shiftwork.history where task = 'invoice'", "0 invoices"),
+        ("update shiftwork.history set failures = 2 where id = 4", "miscounted for 4"),
+        ("insert into bookings values (2, 7)", "1 more than once"),
+        ("delete from bookings", "0 were"),
+        ("insert into bookings values (4, 1)", "2 were"),
+        ("update shiftwork.history set resets = 0", "no attempt was lost"),
     ],
 )
 def test_an_account_that_does_not_add_up_is_said_to_be_wrong(
-    empty_dsn: str, meddling: str, said: str
+    dsn: str, protocol: Protocol, tmp_path: Path, meddling: str | None, said: str | None
 ) -> None:
-    class Meddling(Play):
-        def add_up(self) -> bool:
-            with psycopg.connect(empty_dsn, autocommit=True) as connection:
-                connection.execute(meddling.encode())
-            return super().add_up()
-
-    notes = Notes()
-    assert not Meddling(notes, empty_dsn, 2).perform()
-    assert said in notes.lines[-1]
+    demo, notes = account(dsn, protocol, tmp_path)
+    if meddling:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(meddling.encode())
+    app.settings = Settings(dsn=dsn)
+    with connect(app.settings) as demo.connection:
+        assert demo.add_up() == (meddling is None), notes.lines
+    assert said is None or said in "\n".join(notes.lines)
 
 
 @pytest.fixture
@@ -100,20 +152,24 @@ def surroundings(room: Path) -> dict[str, str]:
 
 
 def test_the_command_tells_it_in_plain_lines_and_leaves_nothing_behind(room: Path) -> None:
+    environment = {**surroundings(room), "SHIFTWORK_CONCURRENCY": "nonsense"}  # none of its business either
     said = subprocess.run(
-        [*DEMO, "--jobs", "100"], capture_output=True, text=True, check=False, env=surroundings(room)
+        [*DEMO, "--jobs", "200"], capture_output=True, text=True, check=False, env=environment
     )
     assert said.returncode == 0, said.stdout + said.stderr
-    assert said.stdout.endswith("✓ 111 jobs were enqueued, and all are accounted for.\n")
+    assert "every one has ended as it should, once" in said.stdout
+    assert re.search(r"\d\.\d s: \d+ enqueued, \d+ ended \(\d+/s\)", said.stdout)
     assert "\x1b" not in said.stdout
     assert said.stderr == ""
     assert list(room.iterdir()) == []
+    assert len(pids(said.stdout)) == 3
+    assert not any(map(is_alive, pids(said.stdout)))
 
 
 def test_on_a_terminal_there_is_a_picture_and_with_keep_the_data_stays(room: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**surroundings(room), "TERM": "xterm-256color", "COLUMNS": "100"}
-    command = [*DEMO, "--jobs", "100", "--keep"]
+    command = [*DEMO, "--jobs", "200", "--keep"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     seen = ""
@@ -125,14 +181,19 @@ def test_on_a_terminal_there_is_a_picture_and_with_keep_the_data_stays(room: Pat
     os.close(ours)
     assert process.wait() == 0, seen
     assert "█" in seen
-    assert "all are accounted for" in seen
+    assert "■" in seen
+    assert "dead, holding" in seen
+    assert "every one has ended as it should" in seen
     [kept] = room.iterdir()
     assert (kept / "data" / "cluster").is_dir()
     assert not (kept / "data" / "cluster" / "postmaster.pid").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing_behind(room: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("everybody", [True, False])
+def test_an_interrupted_demo_leaves_nothing_behind(
+    room: Path, number: signal.Signals, everybody: bool
+) -> None:
     process = subprocess.Popen(
         [*DEMO, "--jobs", "100000"],
         stdout=subprocess.PIPE,
@@ -142,14 +203,21 @@ def test_an_interrupted_demo_leaves_nothing_behind(room: Path, number: signal.Si
         start_new_session=True,
     )
     assert process.stdout
+    told = ""
     for line in process.stdout:
-        if re.match(r"100,000 jobs", line):
+        told += line
+        if "Two producers begin" in line:
             break
-    os.killpg(process.pid, number)  # as Ctrl-C does, to all of them
+    if everybody:
+        os.killpg(process.pid, number)  # as Ctrl-C does
+    else:
+        process.send_signal(number)
     _, errors = process.communicate()
-    assert process.returncode == (1 if number == signal.SIGINT else 128 + number)
+    assert process.returncode == (1 if number == signal.SIGINT else 128 + number), errors
     assert "Traceback" not in errors
     assert list(room.iterdir()) == []
+    assert len(pids(told)) == 2
+    assert not any(map(is_alive, pids(told)))
 
 
 def test_a_server_that_cannot_start_is_told(room: Path) -> None:
