@@ -480,6 +480,8 @@ class App(Surroundings):
         """A worker for the tasks of this app, not running yet; `settings` overrule those of the app."""
         client = await self.aclient()
         chosen = self.settings.changed(**settings)
+        for queue in (*chosen.queues, *chosen.queue_concurrency):
+            self.check_queue(queue)
         return Worker(
             chosen,
             self._tasks,
@@ -493,8 +495,6 @@ class App(Surroundings):
         if self._client is not None:
             self._client.close()
             self._client = None
-        for queue in (*chosen.queues, *chosen.queue_concurrency):
-            self.check_queue(queue)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -542,6 +542,14 @@ def _install(settings: Settings) -> None:
             raise translate(error, settings.schema, commits=True, alive=alive) from None
 
 
+def _declared(queues: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(queues, str) or not queues:
+        raise ConfigurationError(
+            f"queues is {queues!r}; it must be a list of names, such as ('mail', 'default')"
+        )
+    return tuple(check_name("the name of a queue", queue) for queue in queues)
+
+
 def _as_stored(result: object) -> object:
     return result
 
@@ -555,14 +563,6 @@ def _noting(jobs: Iterable[NewJob[R]], names: list[str]) -> Iterator[NewJob[R]]:
 def _states(state: State | Collection[State] | None) -> Collection[State] | None:
     if state is None:
         return None
-def _declared(queues: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(queues, str) or not queues:
-        raise ConfigurationError(
-            f"queues is {queues!r}; it must be a list of names, such as ('mail', 'default')"
-        )
-    return tuple(check_name("the name of a queue", queue) for queue in queues)
-
-
     try:
         return [State(one) for one in ([state] if isinstance(state, str) else state)]
     except ValueError as error:

@@ -45,6 +45,7 @@ class Client:
 
     def __init__(self, settings: Settings, revive: Callable[[], None] | None = None) -> None:
         self.settings = settings
+        self.revive = revive
         self.store = Protocol(settings.schema)
         self._pool = Pool(settings, revive)
         self._apool = APool(settings, revive)
@@ -171,7 +172,6 @@ class Handle(Generic[R]):
         answers = await self._client.aperform(operations.cancel(self._client.store, [self.id], reason))
         return answers.get(self.id, "unknown")
 
-    def _of(self, job: Job) -> R:
     def progress(self) -> Progress | None:
         """How far its last attempt is: fraction, message and when it was said; None if it has said nothing."""
         return self._client.perform(operations.progress(self._client.store, self.id))
@@ -190,6 +190,7 @@ class Handle(Generic[R]):
         plan = operations.logs(self._client.store, self.id, after=after, limit=limit, last=last)
         return await self._client.aperform(plan)
 
+    def _of(self, job: Job) -> R:
         if job.state is State.COMPLETED:
             return self._read(job.result)
         raise _ended(job)

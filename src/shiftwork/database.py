@@ -23,7 +23,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -220,7 +220,11 @@ def _conninfo(dsn: str, settings: Settings, name: str | None) -> str:
     if name is not None:
         given["application_name"] = name
         patience = max(2, round(settings.lease.total_seconds()))  # a half-open line is noticed within a lease
-        ours |= {"keepalives_idle": patience, "keepalives_interval": max(1, patience // 3), "tcp_user_timeout": patience * 1000}
+        ours |= {
+            "keepalives_idle": patience,
+            "keepalives_interval": max(1, patience // 3),
+            "tcp_user_timeout": patience * 1000,
+        }
     return make_conninfo("", **{**ours, **given})
 
 
@@ -475,7 +479,9 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
         try:
-            async with connection.cursor(row_factory=tuple_row if statement.as_tuples else dict_row) as cursor:
+            async with connection.cursor(
+                row_factory=tuple_row if statement.as_tuples else dict_row
+            ) as cursor:
                 await cursor.execute(statement.text.encode(), statement.params, prepare=False)
                 return await cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
