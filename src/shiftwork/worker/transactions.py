@@ -126,7 +126,8 @@ class Transactions:
         """Close what is idle."""
         for connections in (self._idle, self._idle_blocking):
             while connections:
-                connections.pop().pgconn.finish()
+                connection = connections.pop()
+                connection.pgconn.finish()  # while it is still referred to: dropped open, it would warn
 
     async def open(self, run: Run, connection: Ours | OursBlocking) -> None:
         """Begin, and lock the job's row under the fence."""
