@@ -1,0 +1,190 @@
+"""The line between a program and its server, in the hands of a test: what goes over it can be seen, held up and cut.
+
+    with Wire(dsn) as wire:
+        wire.losing("shiftwork.claim(")     # the statement arrives and is carried out; its answer does not come back
+        app = App(wire.dsn)
+
+A thread of its own carries the bytes, so that it goes on when the test's event loop is blocked. Statements are known by a
+part of their text; lines by what was last said on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+DONE = b"Z\x00\x00\x00\x05"
+"""How the server says that it has answered."""
+
+
+class Wire:
+    """A server's second socket."""
+
+    def __init__(self, dsn: str) -> None:
+        with psycopg.connect(dsn) as connection:
+            info = connection.info
+            self._there = Path(info.host) / f".s.PGSQL.{info.port}" if info.host.startswith("/") else None
+            self._address = (info.host, info.port)
+        self._folder = Path(tempfile.mkdtemp(prefix="shiftwork-wire-"))
+        given = conninfo_to_dict(dsn)
+        given.pop("hostaddr", None)
+        self.dsn = make_conninfo("", **{**given, "host": str(self._folder), "port": 5432})
+        self.said: Counter[str] = Counter()
+        """How often each text that is looked for was said."""
+
+        self._losing: dict[bytes, int] = {}
+        self._silent: set[bytes] = set()
+        self._stalled = False
+        self._refusing = False
+        self._lines: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
+        self._moved: asyncio.Event
+        self._loop: asyncio.AbstractEventLoop
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._now(self._closing.set)
+        self._thread.join(10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # What can be done to it.
+
+    def losing(self, text: str, times: int = 1) -> None:
+        """Let the next statements with this text be carried out, and cut the line instead of telling their answer."""
+        self._losing[text.encode()] = times
+
+    def silence(self, text: str) -> None:
+        """Whoever says this gets no answer, and nobody else there hears it."""
+        self._silent.add(text.encode())
+
+    def listen_again(self) -> None:
+        """Silence nobody any more; those who were hear nothing still, until they call again."""
+        self._silent.clear()
+
+    def stall(self) -> None:
+        """Carry nothing, in neither direction, on no line, until told to go on."""
+        self._now(self._set_stalled, True)
+
+    def go_on(self) -> None:
+        """Carry everything again."""
+        self._now(self._set_stalled, False)
+
+    def refuse(self) -> None:
+        """Cut every line, and take no calls, until told to accept."""
+        self._now(self._set_refusing, True)
+
+    def accept(self) -> None:
+        """Take calls again."""
+        self._now(self._set_refusing, False)
+
+    # How it does that.
+
+    def _now(self, call: Callable[..., Any], *args: object) -> None:
+        done = threading.Event()
+
+        def act() -> None:
+            call(*args)
+            done.set()
+
+        self._loop.call_soon_threadsafe(act)
+        assert done.wait(10)
+
+    def _set_stalled(self, stalled: bool) -> None:
+        self._stalled = stalled
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def _set_refusing(self, refusing: bool) -> None:
+        self._refusing = refusing
+        if refusing:
+            for one, other in self._lines.items():
+                one.transport.abort()
+                other.transport.abort()
+
+    async def _serve(self) -> None:
+        self._loop, self._moved, self._closing = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        server = await asyncio.start_unix_server(self._carry, str(self._folder / ".s.PGSQL.5432"))
+        (self._folder / ".s.PGSQL.5432").chmod(0o777)
+        self._ready.set()
+        await self._closing.wait()
+        server.close()
+        self._set_refusing(True)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
+        while self._stalled:
+            await self._moved.wait()
+        if self._there:
+            there, back = await asyncio.open_unix_connection(str(self._there))
+        else:
+            there, back = await asyncio.open_connection(*self._address)
+        self._lines[writer] = back
+        line = _Line()
+        try:
+            await asyncio.wait(
+                [
+                    asyncio.create_task(self._forth(line, reader, back)),
+                    asyncio.create_task(self._back(line, there, writer)),
+                ],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            self._lines.pop(writer, None)
+            writer.transport.abort()
+            back.transport.abort()
+
+    async def _forth(self, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await _read(reader):
+            while self._stalled:
+                await self._moved.wait()
+            for text in self._silent:
+                if text in data:
+                    self.said[text.decode()] += 1
+                    await asyncio.Event().wait()
+            for text, times in self._losing.items():
+                if times > 0 and text in data:
+                    self._losing[text] -= 1
+                    self.said[text.decode()] += 1
+                    line.losing = True
+            writer.write(data)
+            await writer.drain()
+
+    async def _back(self, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await _read(reader):
+            while self._stalled:
+                await self._moved.wait()
+            if line.losing:
+                if DONE in data:
+                    return
+                continue
+            writer.write(data)
+            await writer.drain()
+
+
+class _Line:
+    losing = False
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(1 << 18)
+    except ConnectionError:
+        return b""
