@@ -128,6 +128,11 @@ class Lanes:
         if self._queue_limits:
             self._in_queue[run.queue] -= 1
 
+    @property
+    def is_full(self) -> bool:
+        """Whether some queue has as many as it may."""
+        return any(self._in_queue[queue] >= most for queue, most in self._queue_limits.items())
+
     def look(self) -> None:
         """Let every lane look from the start next time."""
         for lane in self.all:

@@ -257,6 +257,7 @@ class Worker:
             claimed = await self._claim(lane, wish)
             if claimed is None:
                 return False
+            self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             lane.more = claimed.more
             idle = idle and not claimed.more
             self._due = claimed.next_due_in
