@@ -25,7 +25,7 @@ $(READY): $(INSTALLED)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --group dev
 	@touch $(READY)
 
-demo: $(INSTALLED) ## see jobs go in, being claimed and settled, on an embedded PostgreSQL
+demo: $(INSTALLED) ## see two workers run a few thousand jobs, one being killed, on an embedded PostgreSQL
 	@$(BIN)/shiftwork demo
 
 test: $(READY) ## run every test, in parallel and in random order
