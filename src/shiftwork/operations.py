@@ -330,11 +330,11 @@ def settle_encoded(store: Protocol, worker: int, outcomes: Sequence[bytes]) -> P
     settled = Settled({}, {}, {})
     for row in rows:
         ids = msgspec.json.decode(row["ids"], type=list[int])
-        settled.answers.update(dict.fromkeys(ids, row["answer"]))
+        settled.answers.update(dict.fromkeys(ids, str(row["answer"])))
         if row["state"] is not None:
             settled.states[State(row["state"])] = ids
         if row["problem"] is not None:
-            settled.problems.update(dict.fromkeys(ids, row["problem"]))
+            settled.problems.update(dict.fromkeys(ids, str(row["problem"])))
     return settled
 
 
