@@ -538,9 +538,12 @@ def _simplify(value: object) -> object:
     """Types that msgspec does not know, on their way to JSON."""
     if isinstance(value, PurePath):
         return str(value)
-    for plain in (str, int, float):  # their subclasses
-        if isinstance(value, plain):
-            return plain.__new__(plain, value)
+    if isinstance(value, str):  # of a subclass, as those below
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if _is_model(type(value)):
         return value.model_dump(mode="json", by_alias=True, round_trip=True)  # type: ignore[attr-defined]
     raise TypeError(f"there is no JSON for {type(value).__name__}")
