@@ -93,6 +93,9 @@ class Run(msgspec.Struct, eq=False):
     told: int = 0
     """How often its slot was cancelled on its account."""
 
+    in_thread: bool = False
+    """Whether a thread runs code of it, which may be so even after nobody waits for that any more."""
+
     concluding: bool = False
     """Whether its outcome is being written: too late to be stopped."""
 

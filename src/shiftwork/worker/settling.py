@@ -85,8 +85,11 @@ class Settling:
         self._outcomes.append((run, outcome, operations.encode_outcome(outcome)))
         self._something.set()
 
-    def give_back(self, run: Run) -> None:
+    def give_back(self, run: Run, *, after: float = 0.0) -> None:
         """Release this job."""
+        if after:
+            self._give_back_later(after, run)
+            return
         self._returns.append(run)
         self._something.set()
 

@@ -32,6 +32,7 @@ class Threads:
     def run(self, function: Callable[[], Any], run: Run) -> asyncio.Future[Any]:
         """Call a function in a thread; its answer can be awaited."""
         future = self._loop.create_future()
+        run.in_thread = True
         self._calls.put((function, run, future))
         if self._idle <= 0:
             threading.Thread(target=self._work, name="shiftwork-slot", daemon=True).start()
@@ -48,6 +49,7 @@ class Threads:
                 answer, error = context.run(function), None
             except BaseException as raised:  # noqa: BLE001  -- every ending is an answer
                 answer, error = None, raised
+            run.in_thread = False
             self._ended.append((future, answer, error))
             del function, run, future, answer, error, context
             if not self._awake:
@@ -66,7 +68,9 @@ class Threads:
                 continue
             if error is None:
                 future.set_result(answer)
-            elif isinstance(error, StopIteration | GeneratorExit):  # which mean something else to whoever awaits
+            elif isinstance(
+                error, StopIteration | GeneratorExit
+            ):  # which mean something else to whoever awaits
                 future.set_exception(RuntimeError(f"the function raised {error!r}"))
             else:
                 future.set_exception(error)

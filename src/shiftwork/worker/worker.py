@@ -45,6 +45,9 @@ DECLARE = 12.0
 BRISK = 200.0
 """Jobs a second from which on it does not pay to go to sleep between them."""
 
+AGAIN = 0.5
+"""Seconds after which a job is given back whose former attempt still runs here; else we would claim it at once."""
+
 NAP = 0.005
 LOCKED = 0.05
 """Seconds until a job is looked for again that is due, and that somebody has locked."""
@@ -208,8 +211,9 @@ class Worker:
             told.cancel()
             if not working.done():
                 self._unanswered = bool(self.id)
+                working.cancel()  # which cancels what the server does, if that can be told
+                await asyncio.wait([working], timeout=LAST)
                 self._line.drop()
-                working.cancel()
                 await asyncio.wait([working])
         if not working.cancelled():
             working.result()
@@ -315,11 +319,13 @@ class Worker:
                 # Lost without our knowing. Two attempts of one job do not run here at once; but one that has ended, and
                 # of which only the answer has not come yet, is in nobody's way.
                 self.tell(former, Stop.LOST, "another attempt of it began")
-                self._settling.give_back(run)
+                self._settling.give_back(run, after=AGAIN)
                 continue
             holding[run.id] = run
             lanes.take(run)
-            if place < claimed.started:
+            if self._stopping is not None:
+                self._settling.give_back(run)
+            elif place < claimed.started:
                 slots.put(run)
             else:
                 self._backlog.append(run)
@@ -339,7 +345,7 @@ class Worker:
             raise
         for run in runs:
             answer = answers.get(run.id, "lost")
-            if answer == "started" and run.stop is None:
+            if answer == "started" and run.stop is None and self._stopping is None:
                 self._slots.put(run)
                 continue
             self._lanes.leave(run)
@@ -449,7 +455,7 @@ class Worker:
             return
         if stop is Stop.LOST and (run.concluded or run.done is not None):
             return  # it ended the job itself
-        if run.stop is None or stop is Stop.LOST:
+        if run.stop is None or (stop is Stop.LOST and run.stop is not Stop.LOST):
             run.stop, run.why = stop, why
         if not run.heard:
             run.heard = True
@@ -624,9 +630,12 @@ class Worker:
         for run in list(self._slots.busy):  # a thread cannot be stopped; its job need not wait for the lease
             run.ended = True
             self._settling.give_back(run)
-        left = 1.0 if self._at_once else max(until - time.monotonic(), 1.0)
-        if not await self._settling.drain(left):
-            self._abandoned += self._settling.waiting
+        until = max(until, time.monotonic() + LAST)
+        while self._settling.waiting and (left := until - time.monotonic()) > 0:
+            if self._at_once and left > LAST:
+                until = time.monotonic() + LAST
+            await self._settling.drain(0.1)
+        self._abandoned += self._settling.waiting
 
     async def _until_quiet(self, seconds: float) -> None:
         until = time.monotonic() + seconds
