@@ -243,6 +243,10 @@ class Protocol:
         """Begin the transaction of a job, whose row stays locked until its end."""
         return self._statement(OPEN_TRANSACTION, job, attempt)
 
+    def undo_in_transaction(self) -> Statement:
+        """Take back what the handler of a job did in its transaction."""
+        return Statement("rollback to savepoint handler")
+
     def close_transaction(self, worker: int, outcome: bytes, *, undo: bool) -> Statement:
         """Write how the job ended, and commit, with what its handler did or without."""
         text = f"rollback to savepoint handler; {CLOSE_TRANSACTION}" if undo else CLOSE_TRANSACTION

@@ -22,6 +22,7 @@ from shiftwork.database import Statement, alend, lend
 from shiftwork.errors import (
     Cancel,
     ConfigurationError,
+    DatabaseUnavailable,
     FenceLost,
     FinishUndone,
     Interrupted,
@@ -46,6 +47,8 @@ At = Callable[[str], Awaitable[None]]
 Ending = Returned | Raised
 
 USUAL = Retry()
+NO_SESSION = 1.0
+"""Seconds before a job is given back for which no session could be had."""
 
 
 class After(Enum):
@@ -169,7 +172,7 @@ class Attempts:
             call = self._prepared(run)
             if run.task.transaction:
                 return await self._transacted(run, call)
-            return Returned(await self._handled(run, call))
+            return Returned(await self._repeated(run, call))
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
             return self._raised(run, error)
 
@@ -190,6 +193,24 @@ class Attempts:
             for name in task.context_parameters:
                 kwargs[name] = run.context
         return partial(task.function, *args, **kwargs)
+
+    async def _repeated(
+        self, run: Run, call: Callable[..., Any], undo: Callable[[], Awaitable[None]] | None = None
+    ) -> Any:  # noqa: ANN401
+        """What the handler returns; after a deadlock it may be called again on the spot, as its policy says."""
+        retry: Retry = run.task.retry or USUAL
+        repeated = 0
+        while True:
+            try:
+                return await self._handled(run, call)
+            except Exception as error:
+                if run.stop is not None or not retry.repeats(error, repeated):
+                    raise
+                if undo is not None:
+                    await undo()
+            run.jobs = None
+            await asyncio.sleep(retry.pause(repeated).total_seconds())
+            repeated += 1
 
     async def _handled(self, run: Run, call: Callable[..., Any]) -> Any:  # noqa: ANN401
         """What the handler returns, in a context of its own, inside the middleware."""
@@ -225,15 +246,19 @@ class Attempts:
         connection: Ours | OursBlocking | None = None
         async with self.transactions.turn:
             try:
-                connection = await self.transactions.take(run)
-                await self.transactions.open(run, connection)
+                try:
+                    connection = await self.transactions.open(run)
+                except DatabaseUnavailable:
+                    await asyncio.sleep(NO_SESSION)
+                    return After.GIVEN_BACK  # its code has not begun
                 if run.context is not None:
                     run.context.tx = connection
                 if run.task.connection_parameter is not None:
                     call.keywords[run.task.connection_parameter] = connection
                 ending: Ending
                 try:
-                    ending = Returned(await self._handled(run, call))
+                    undo = partial(self.transactions.undo, run, connection)
+                    ending = Returned(await self._repeated(run, call, undo))
                 except BaseException as error:  # noqa: BLE001
                     ending = self._raised(run, error)
                 run.concluding = True
@@ -246,7 +271,7 @@ class Attempts:
                 return self._transaction_failed(run, error)
             finally:
                 if connection is not None:
-                    self.transactions.put(connection)
+                    self.transactions.put(connection, in_use=run.in_thread)
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""
@@ -322,8 +347,7 @@ class _Finishing:
         transactions, run = self._transactions, self._run
         await transactions.turn.acquire()
         try:
-            self._connection = await transactions.take(run)
-            await transactions.open(run, self._connection)
+            self._connection = await transactions.open(run)
         except BaseException:
             self._leave()
             raise
@@ -346,8 +370,7 @@ class _Finishing:
         transactions, run = self._transactions, self._run
         transactions.acquire_blocking()
         try:
-            self._connection = transactions.take_blocking()
-            transactions.open_blocking(run, self._connection)
+            self._connection = transactions.open_blocking(run)
         except BaseException:
             self._leave()
             raise

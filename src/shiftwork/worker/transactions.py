@@ -14,10 +14,13 @@ which ends its sessions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
@@ -32,6 +35,8 @@ from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.run import Run
 from shiftwork.worker.threads import Threads
+
+C = TypeVar("C")
 
 
 class Unsure(Exception):  # noqa: N818
@@ -84,26 +89,46 @@ class Transactions:
         self._idle: deque[Ours] = deque()
         self._idle_blocking: deque[OursBlocking] = deque()
 
-    async def take(self, run: Run) -> Ours | OursBlocking:
-        """A session of the kind that the handler needs."""
+    async def open(self, run: Run) -> Ours | OursBlocking:
+        """A session of the kind that the handler needs, in whose transaction the job's row is locked under the fence."""
         if not run.task.is_async:
-            session: OursBlocking = await self.threads.run(self.take_blocking, run)
+            session: OursBlocking = await self.threads.run(partial(self.open_blocking, run), run)
             return session
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed:
+        while True:
+            used = _last(self._idle)
+            connection = used or await self._connect()
+            try:
+                await self._execute(connection, self._opening(run))
+            except BaseException as error:
+                connection.pgconn.finish()
+                if not (used and isinstance(error, DatabaseUnavailable)):
+                    raise  # else it was lost while nobody used it, which need not trouble the handler
+            else:
                 return connection
+
+    def open_blocking(self, run: Run) -> OursBlocking:
+        """The same for a handler in a thread."""
+        while True:
+            used = _last(self._idle_blocking)
+            connection = used or self._connect_blocking()
+            try:
+                self._execute_blocking(connection, self._opening(run))
+            except BaseException as error:
+                connection.pgconn.finish()
+                if not (used and isinstance(error, DatabaseUnavailable)):
+                    raise
+            else:
+                return connection
+
+    async def _connect(self) -> Ours:
+        if other := _last(self._idle_blocking):
+            other.pgconn.finish()  # so that there are never more than was said
         return cast("Ours", await aconnect(self._settings, name=self._name(), kind=Ours))
 
-    def take_blocking(self) -> OursBlocking:
-        """A session for a handler in a thread."""
-        while True:
-            try:
-                connection = self._idle_blocking.pop()
-            except IndexError:
-                return cast("OursBlocking", connect(self._settings, name=self._name(), kind=OursBlocking))
-            if not connection.closed:
-                return connection
+    def _connect_blocking(self) -> OursBlocking:
+        if other := _last(self._idle):
+            other.pgconn.finish()
+        return cast("OursBlocking", connect(self._settings, name=self._name(), kind=OursBlocking))
 
     def acquire_blocking(self) -> None:
         """Wait for a turn, in a thread."""
@@ -113,9 +138,11 @@ class Transactions:
         """Let the next have a turn; may be called from any thread."""
         self._loop.call_soon_threadsafe(self.turn.release)
 
-    def put(self, connection: Ours | OursBlocking) -> None:
+    def put(self, connection: Ours | OursBlocking, *, in_use: bool = False) -> None:
         """Give a session back; one that is not as it was is closed."""
-        if connection.closed or connection.info.transaction_status != TransactionStatus.IDLE:
+        if in_use:
+            _cut(connection)
+        elif connection.closed or connection.info.transaction_status != TransactionStatus.IDLE:
             connection.pgconn.finish()
         elif isinstance(connection, Ours):
             self._idle.append(connection)
@@ -129,12 +156,13 @@ class Transactions:
                 connection = connections.pop()
                 connection.pgconn.finish()  # while it is still referred to: dropped open, it would warn
 
-    async def open(self, run: Run, connection: Ours | OursBlocking) -> None:
-        """Begin, and lock the job's row under the fence."""
+    async def undo(self, run: Run, connection: Ours | OursBlocking) -> None:
+        """Take back what the handler did so far; the row stays locked."""
+        statement = self._store.undo_in_transaction()
         if isinstance(connection, OursBlocking):
-            await self.threads.run(partial(self.open_blocking, run, connection), run)
+            await self.threads.run(partial(self._execute_blocking, connection, statement), run)
         else:
-            await self._execute(connection, self._opening(run))
+            await self._execute(connection, statement)
 
     async def close_with(self, run: Run, connection: Ours | OursBlocking, outcome: Outcome) -> None:
         """Write the outcome and commit, with what the handler did or without."""
@@ -143,10 +171,6 @@ class Transactions:
         else:
             _refuse_ended(connection)
             await self._execute(connection, self._closing(run, outcome), commits=True)
-
-    def open_blocking(self, run: Run, connection: OursBlocking) -> None:
-        """Begin, and lock the job's row under the fence."""
-        self._execute_blocking(connection, self._opening(run))
 
     def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> None:
         """Write the outcome and commit, with what the handler did or without."""
@@ -183,6 +207,23 @@ class Transactions:
         if commits and connection.closed:
             return Unsure(str(error))
         return translate(error, self._settings.schema, commits=False, alive=not connection.closed)
+
+
+def _cut(connection: Ours | OursBlocking) -> None:
+    """End a session that a thread still uses, and so must not be freed under it: it finds the line dead."""
+    with (
+        contextlib.suppress(psycopg.Error, OSError),
+        socket.socket(fileno=os.dup(connection.fileno())) as line,
+    ):
+        line.shutdown(socket.SHUT_RDWR)
+
+
+def _last(idle: deque[C]) -> C | None:
+    """The session that was used last, if there is one; others may be asking as well."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return None
 
 
 def _refuse_ended(connection: Connection[Any] | AsyncConnection[Any]) -> None:
