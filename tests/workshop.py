@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -244,6 +244,13 @@ class Workshop:
             event.set()
 
     # The database.
+
+    async def found(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the database again and again until it has an answer, for what nobody publishes."""
+        async with asyncio.timeout(PATIENCE):
+            while not (answer := await ask()):
+                await asyncio.sleep(0.01)
+        return answer
 
     async def job(self, job: Any) -> Job:
         """A job as it is now."""
