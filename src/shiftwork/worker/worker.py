@@ -39,7 +39,7 @@ BATCH = 500
 UNWRITTEN = 5_000
 """Outcomes that may wait to be written while more is claimed."""
 
-DECLARE = 12.0
+DECLARE = 15.0
 """Seconds for which a sleeper asks to be notified; short, so that it lapses soon when there is much to do."""
 
 BRISK = 200.0
@@ -110,6 +110,10 @@ class Worker:
         self._unanswered = False
         self._abandoned = 0
         self._due: float | None = None
+        self._declare_at = 0.0
+        self._watchful = False
+        """Whether inserts have notified us since before we last looked."""
+
         self._expire_at = 0.0
         self._thorough_at = 0.0
         self._rate = 0.0
@@ -378,12 +382,15 @@ class Worker:
 
     async def _sleep(self, ends: float | None) -> None:
         """Say that we sleep, look once more, and wait."""
-        flying = await self._declare()
-        await self._reached("declared")
-        self._lanes.look()
-        idle = await self._fill()
-        if not idle or self._is_done(idle):
-            return
+        flying: set[str] = set()
+        if not self._watchful or time.monotonic() > self._declare_at:
+            flying = await self._declare()
+            await self._reached("declared")
+            self._lanes.look()
+            idle = await self._fill()
+            if not idle or self._is_done(idle):
+                return
+        self._watchful = False
         await self._expire()
         now = time.monotonic()
         until = now + min(self._poll(), 3600 if self._due is None else max(self._due, LOCKED))
@@ -391,7 +398,7 @@ class Worker:
         pause = 0.005
         await self._reached("asleep")
         while (left := until - time.monotonic()) > 0:
-            step = min(left, pause if flying else DECLARE * 0.8)
+            step = min(left, pause if flying else self._declare_at - time.monotonic())
             if await self._wake_or(step):
                 return
             if flying:
@@ -399,10 +406,13 @@ class Worker:
                 pause = min(2 * pause, 2.0)
                 if not flying:
                     return  # what was being inserted is there now, or will never be
-            elif until - time.monotonic() > 0:
+            elif time.monotonic() >= self._declare_at:
                 await self._declare()
+        self._lanes.look()
+        self._watchful = not flying  # we were told of all that came meanwhile; looking once is enough
 
     async def _declare(self) -> set[str]:
+        self._declare_at = time.monotonic() + DECLARE * 0.8
         if not self._settings.notify:
             return set()
         return await self._line.perform(operations.sleep(self._store, DECLARE))
