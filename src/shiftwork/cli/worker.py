@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shiftwork.app import App
 
 CODES = (
-    "Exit codes: 0 stopped, and every job is ended or given back; 1 failed, or jobs had to be left behind; "
+    "Exit codes: 0 stopped, and every job is ended or given back; 1 failed, told twice to stop, or jobs had to be left behind; "
     "2 wrong usage. TERM, INT and HUP stop it, a second one at once."
 )
 

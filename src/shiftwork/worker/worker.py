@@ -664,7 +664,7 @@ class Worker:
         self._transactions.close()
         if self.id:
             self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
-        return not self._abandoned
+        return not self._abandoned and not self._at_once
 
     # Small things.
 
