@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -70,7 +71,10 @@ class Context:
         """The job, as it was claimed."""
         if self._job is None:
             run = self._run
-            self._job = Job.from_claim(run.taken, run.worker, run.claimed_at)
+            job = Job.from_claim(run.taken, run.worker, run.claimed_at)
+            if run.waited and job.started_at is not None:
+                job = dataclasses.replace(job, started_at=job.started_at + timedelta(seconds=run.waited))
+            self._job = job
         return self._job
 
     @property
@@ -115,6 +119,11 @@ class Context:
     def enqueue(self, *jobs: NewJob[Any]) -> None:
         """Enqueue jobs together with the completion of this one: all of it, or nothing."""
         self.check()
+        if self._run.done is not None:
+            raise InvalidArgument(f"{self._run.label} has ended; what it enqueues has to be known before that")
+        for job in jobs:
+            if not isinstance(job, NewJob):
+                raise InvalidArgument(f"{job!r} is no job to enqueue; make one with task.job(…)")
         if self._run.jobs is None:
             self._run.jobs = []
         self._run.jobs.extend(jobs)

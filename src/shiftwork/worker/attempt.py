@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from psycopg import AsyncConnection, Connection
 
 from shiftwork.context import Context
@@ -300,8 +301,8 @@ class Attempts:
         """End the job as completed in the caller's transaction."""
         _refuse_in_transaction(run)
         outcome = self._finished(run, result)
-        run.concluded = True
-        return self._lent(connection, self._store.conclude(run.worker, encode_outcome(outcome)))
+        statement = self._store.conclude(run.worker, encode_outcome(outcome))
+        return self._lent(connection, statement, lambda: setattr(run, "concluded", True))
 
     def finishing(self, run: Run, result: object) -> _Finishing:
         """A transaction of ours in which the job ends."""
@@ -309,20 +310,20 @@ class Attempts:
         return _Finishing(self, run, self._finished(run, result))
 
     def _finished(self, run: Run, result: object) -> Outcome:
-        outcome = self._decided(run, Returned(result))
-        if outcome.state is not State.COMPLETED:
-            raise InvalidArgument((outcome.error or {}).get("message", "the result cannot be stored"))
-        return outcome
+        encoded = run.task.signature.encode_result(result)
+        return Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
 
-    def _lent(self, connection: object, statement: Statement) -> Any:  # noqa: ANN401
+    def _lent(self, connection: object, statement: Statement, then: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401
         if isinstance(connection, Connection):
             lend(connection, self._settings.schema)(statement)
+            then()
             return None
-        return _awaited(alend(connection, self._settings.schema)(statement))
+        return _awaited(alend(connection, self._settings.schema)(statement), then)
 
 
-async def _awaited(answer: Awaitable[Any]) -> None:
+async def _awaited(answer: Awaitable[Any], then: Callable[[], None]) -> None:
     await answer
+    then()
 
 
 def _refuse_in_transaction(run: Run) -> None:
@@ -360,8 +361,9 @@ class _Finishing:
         self._run.concluding = error is None
         try:
             if error is None:
-                await self._transactions.close_with(self._run, self._connection, self._outcome)
-                self._run.done = self._outcome
+                outcome = self._concluding()
+                await self._transactions.close_with(self._run, self._connection, outcome)
+                self._run.done = outcome
         finally:
             self._run.concluding = False
             self._leave()
@@ -383,11 +385,15 @@ class _Finishing:
         self._run.concluding = error is None
         try:
             if error is None:
-                self._transactions.close_blocking_with(self._run, self._connection, self._outcome)
-                self._run.done = self._outcome
+                outcome = self._concluding()
+                self._transactions.close_blocking_with(self._run, self._connection, outcome)
+                self._run.done = outcome
         finally:
             self._run.concluding = False
             self._leave()
+
+    def _concluding(self) -> Outcome:
+        return msgspec.structs.replace(self._outcome, jobs=tuple(self._run.jobs or ()))
 
     def _leave(self) -> None:
         if self._connection is not None:

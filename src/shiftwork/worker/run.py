@@ -83,6 +83,9 @@ class Run(msgspec.Struct, eq=False):
     slot: asyncio.Task[None] | None = None
     """Where its handler runs, from its beginning to its end."""
 
+    waited: float = 0.0
+    """Seconds from its claim to its beginning, if it was fetched ahead."""
+
     began: float = 0.0
     took: float = 0.0
     stop: Stop | None = None

@@ -332,6 +332,7 @@ class Worker:
             elif place < claimed.started:
                 slots.put(run)
             else:
+                run.waited = time.perf_counter()
                 self._backlog.append(run)
         self.jobs += len(claimed.taken)
         self._count(len(claimed.taken))
@@ -350,6 +351,7 @@ class Worker:
         for run in runs:
             answer = answers.get(run.id, "lost")
             if answer == "started" and run.stop is None and self._stopping is None:
+                run.waited = time.perf_counter() - run.waited
                 self._slots.put(run)
                 continue
             self._lanes.leave(run)
