@@ -17,8 +17,8 @@ from psycopg import sql
 from psycopg.rows import scalar_row, tuple_row
 
 from shiftwork import migrate as installing
-from shiftwork.errors import ConfigurationError, SchemaTooNew, NotInstalled
 from shiftwork.database import executing, run
+from shiftwork.errors import ConfigurationError, NotInstalled, SchemaTooNew
 from shiftwork.migrate import Migration, migrate, pending, script
 from shiftwork.operations import require as requirement
 from shiftwork.stores.protocol import Protocol as Store

@@ -21,8 +21,10 @@ begin
       select gone.id, 'completed', gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
              gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, shiftwork.clock(), gone.worker, gone.claim,
              gone.keep, gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, outcome -> 'result',
-             shiftwork.forget_on(shiftwork.days_kept(gone.keep, 'completed', gone.queue), shiftwork.today())
+             shiftwork.forget_on(coalesce(gone.keep, own.keep_completed, every.keep_completed, 30), shiftwork.today())
         from gone
+        left join shiftwork.queues as own on own.name = gone.queue
+        left join shiftwork.queues as every on every.name = '*'
       returning id into told;
       if found then
         if exists (select from shiftwork.signals) then
