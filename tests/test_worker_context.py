@@ -98,7 +98,7 @@ async def test_the_deadline_of_a_job_fetched_ahead_is_counted_from_its_beginning
 
 @pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
 async def test_progress_and_log_lines_can_be_read_while_it_runs_and_afterwards(app: App, plain: bool) -> None:
-    # spec: SH-27, SG-34
+    # spec: D-28
     latch = Latch()
 
     def say(context: Context) -> None:
@@ -149,7 +149,6 @@ async def test_progress_and_log_lines_can_be_read_while_it_runs_and_afterwards(a
 
 
 async def test_progress_goes_from_nothing_to_all(app: App) -> None:
-    # spec: SG-34
     @app.task
     async def work(context: Context) -> None:
         for wrong in (-0.1, 1.1, float("nan")):

@@ -352,7 +352,7 @@ async def test_a_job_that_is_claimed_again_while_it_runs_does_not_run_twice(app:
 
 
 async def test_a_worker_may_stop_when_nothing_is_left(app: App) -> None:
-    # spec: SG-29
+    # spec: SG-29, SH-30
     @app.task
     async def work(context: Context, left: int) -> None:
         if left:

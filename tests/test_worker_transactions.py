@@ -61,7 +61,7 @@ both = pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
 
 @both
 async def test_effects_outcome_and_what_it_enqueued_are_one_commit(app: App, plain: bool) -> None:
-    # spec: QU-18, D-1, SG-14
+    # spec: QU-18, D-1
     @app.task(queue="unserved")
     async def follow_up() -> None: ...
 
@@ -226,7 +226,7 @@ async def test_a_handler_may_not_end_the_transaction_itself(app: App, plain: boo
 async def test_a_session_that_is_lost_midway_undoes_everything_and_the_job_runs_again(
     app: App, plain: bool
 ) -> None:
-    # spec: QU-18, D-1, SG-14
+    # spec: QU-18, D-1
     lose = "select pg_terminate_backend(pg_backend_pid())"
 
     if plain:

@@ -120,7 +120,7 @@ async def test_without_notifications_work_is_found_by_polling(app: App, notify: 
 
 
 async def test_a_delayed_job_runs_when_it_is_due(app: App) -> None:
-    # spec: QU-3, QU-24, SH-30
+    # spec: QU-3, QU-24
     work = app.find("work")
     early = await work.using(delay=timedelta(milliseconds=200)).aenqueue()
     async with app, Workshop(app) as shop:
