@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench test-matrix spec format clean
+.PHONY: help demo test check bench chaos test-matrix spec format clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ format: $(READY) ## format and mend what can be mended
 
 bench: $(READY) ## measure, as ratios within one run
 	@$(BIN)/python -m bench $(ARGS)
+
+chaos: $(READY) ## kill workers while they work, and account for every job; about three minutes
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
 	@$(BIN)/python -m tests.matrix $(ARGS)

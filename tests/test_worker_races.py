@@ -458,7 +458,7 @@ async def test_an_outcome_that_cannot_be_written_fails_its_job_and_nobody_elses(
     async with app, Workshop(app, lease=LONG) as shop:
         jobs = await app.aenqueue_many([hold.job(n) for n in range(7)])
         protocol.connection.execute(
-            REFUSING % (f"new.id = {jobs[3].id} and new.state = 'completed'", "23514", "history")  # type: ignore[arg-type]
+            REFUSING % (f"new.id = {jobs[3].id} and new.state = 'completed'", "23514", "history")
         )
         await together(app, shop, latch, jobs)
         await shop.ended(*jobs)
@@ -485,8 +485,7 @@ async def test_a_refusal_that_will_pass_is_not_held_against_a_job(dsn: str, prot
         jobs = await app.aenqueue_many([hold.job(n) for n in range(5)])
         protocol.connection.execute("create sequence public.deadlocks")
         protocol.connection.execute(
-            REFUSING  # type: ignore[arg-type]
-            % (f"new.id = {jobs[2].id} and nextval('public.deadlocks') <= 5", "40P01", "history")
+            REFUSING % (f"new.id = {jobs[2].id} and nextval('public.deadlocks') <= 5", "40P01", "history")
         )
         await together(app, shop, latch, jobs)
         await shop.ended(*jobs, state="completed")
@@ -542,7 +541,7 @@ async def test_a_job_that_cannot_be_given_back_keeps_nobody_else(dsn: str, proto
         await latch.reached()
         await shop.until(lambda: len(shop.worker._backlog) == 5)
         protocol.connection.execute(
-            REFUSING % (f"new.id = {jobs[3].id} and new.state = 'ready'", "23514", "jobs")  # type: ignore[arg-type]
+            REFUSING % (f"new.id = {jobs[3].id} and new.state = 'ready'", "23514", "jobs")
         )
         shop.worker.stop()
         await shop.until(lambda: shop.points["stopping"])
@@ -567,7 +566,7 @@ async def test_an_outcome_that_can_never_be_written_does_not_keep_a_worker_from_
     async def quick() -> None: ...
 
     async with app, Workshop(app, lease=LONG) as shop:
-        protocol.connection.execute(REFUSING % ("true", "23514", "history"))  # type: ignore[arg-type]
+        protocol.connection.execute(REFUSING % ("true", "23514", "history"))
         job = await quick.aenqueue()
         await shop.event(JobRefused, times=2)
         shop.worker.stop(now=True)

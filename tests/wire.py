@@ -41,6 +41,7 @@ class Wire:
         self.said: Counter[str] = Counter()
         """How often each text that is looked for was said."""
 
+        self.calls = 0
         self._losing: dict[bytes, int] = {}
         self._silent: set[bytes] = set()
         self._stalled = False
@@ -127,6 +128,7 @@ class Wire:
             task.cancel()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.calls += 1
         if self._refusing:
             writer.transport.abort()
             return

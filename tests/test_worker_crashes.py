@@ -1,0 +1,119 @@
+"""Workers that die, at every point of a job's way and with kill -9; that are stopped and come back; and what becomes of their jobs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.chaos import unleash
+from tests.crew import Crew
+
+POINTS = ["claimed", "began", "ended", "settling", "settled"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_worker_may_die_at_any_point(dsn: str, point: str) -> None:
+    # spec: SG-15, D-2, HO-22, HO-24, SH-21
+    with Crew(dsn) as crew:
+        job = crew.enqueue("note", 1)
+        process = crew.hire(die_at=point, lease="60s")
+        assert process.wait(60) == -signal.SIGKILL
+        protocol = crew.protocol
+        [worker] = [row["id"] for row in protocol.rows("select id from {}.workers")]
+        assert protocol.reap() == {}  # its lease holds
+        protocol.lapse(worker)
+        if point == "settled":  # the outcome is written, whoever may have been told
+            assert protocol.reap() == {}
+            assert protocol.state(job) == "completed"
+            assert crew.effects("plain") == {1: 1}
+            return
+        assert protocol.reap() == {job: "ready"}
+        found = protocol.live(job)
+        assert (found["failures"], found["resets"], found["attempt"]) == (0, 1, 1)
+        ran = point in ("ended", "settling")
+        assert crew.effects("plain") == ({1: 1} if ran else {})
+
+        crew.hire(stop_when_idle="yes").wait(60)
+        assert protocol.state(job) == "completed"
+        assert crew.effects("plain") == {1: 1 + ran}
+        assert protocol.job(job)["failures"] == 0
+
+
+def test_what_was_fetched_ahead_by_a_worker_that_dies_has_lost_nothing(dsn: str) -> None:
+    # spec: SG-15, D-2, HO-22
+    with Crew(dsn) as crew, crew.gate():
+        jobs = [crew.enqueue("wait", n) for n in range(3)]
+        process = crew.hire(concurrency=1, prefetch=2, lease="60s")
+        crew.began(0)
+        crew.until("select count(*) = 3 from shiftwork.jobs where state = 'running'")
+        process.kill()
+        protocol = crew.protocol
+        protocol.lapse(crew.worker_of(process))
+        assert protocol.reap() == dict.fromkeys(jobs, "ready")
+        assert [protocol.live(job)["resets"] for job in jobs] == [1, 0, 0]
+        assert [protocol.live(job)["failures"] for job in jobs] == [0, 0, 0]
+        lost = protocol.rows("select job, outcome, code from {}.attempts")
+        assert lost == [{"job": jobs[0], "outcome": "lost", "code": "WORKER_CRASHED"}]
+
+
+def test_a_task_says_what_becomes_of_a_job_that_lost_its_worker(dsn: str) -> None:
+    # spec: D-2, HO-22
+    with Crew(dsn) as crew, crew.gate():
+        precious, usual = crew.enqueue("precious", 1), crew.enqueue("wait", 2)
+        process = crew.hire(lease="60s")
+        crew.began(1)
+        crew.began(2)
+        process.kill()
+        crew.protocol.lapse(crew.worker_of(process))
+        assert crew.protocol.reap() == {precious: "failed", usual: "ready"}
+        assert crew.protocol.job(precious)["error"]["code"] == "WORKER_CRASHED"
+
+
+def test_a_job_that_kills_its_process_ends_as_failed(dsn: str) -> None:
+    # spec: SH-22, D-2, D-9
+    with Crew(dsn) as crew:
+        job = crew.enqueue("deadly", 1)
+        for turn in range(2):
+            process = crew.hire(lease="60s")
+            assert process.wait(60) == -signal.SIGKILL
+            crew.protocol.lapse(crew.worker_of(process))
+            assert crew.protocol.reap() == {job: "ready" if turn == 0 else "failed"}
+        assert crew.effects("began") == {1: 2}
+        found = crew.protocol.job(job)
+        assert (found["error"]["code"], found["failures"], found["resets"]) == ("WORKER_CRASHED", 0, 2)
+
+
+def test_a_stopped_worker_loses_its_transaction_and_can_commit_nothing(dsn: str) -> None:
+    # spec: D-1, D-16, QU-18, SG-17
+    with Crew(dsn) as crew:
+        with crew.gate():
+            job = crew.enqueue("transfer_waiting", 1)
+            process = crew.hire(lease="1s")
+            crew.began(1)
+            former = crew.worker_of(process)
+            process.send_signal(signal.SIGSTOP)
+            helper = crew.hire(lease="2s", poll="500ms")
+            # The helper waits for the lease, ends the session that keeps the row locked, and takes the job.
+            crew.until(
+                "select worker <> %s from shiftwork.jobs where id = %s and state = 'running'", former, job
+            )
+            crew.began(1, times=2)
+            process.send_signal(signal.SIGCONT)
+            crew.until("select max(id) > %s from shiftwork.workers where pid = %s", former, process.pid)
+        crew.until("select state = 'completed' from shiftwork.all_jobs where id = %s", job)
+        found = crew.protocol.job(job)
+        assert (found["worker"], found["resets"], found["failures"]) == (crew.worker_of(helper), 1, 0)
+        assert crew.effects("transactional") == {1: 1}
+        assert crew.protocol.value("select distinct attempt from effects where what = 'transactional'") == 2
+        for one in (process, helper):
+            one.terminate()
+            assert one.wait(60) == 0
+
+
+def test_whatever_is_killed_every_effect_happens_and_every_job_ends(dsn: str) -> None:
+    # spec: D-1, D-2, D-16, QU-18, SH-21, HO-22
+    with Crew(dsn) as crew:
+        account = unleash(crew, kills=4, transactional=300, plain=150, lease=2, poll=4, seed=1)
+    assert account.violations == [], account.told()
+    assert account.recoveries
