@@ -191,9 +191,27 @@ async def test_nobody_starves_beside_a_busy_task(app: App) -> None:
 
     crowd = [await busy.aenqueue() for _ in range(40)]
     few = [await task.aenqueue() for _ in range(3) for task in (limited, transacted)]
-    async with app, Workshop(app, concurrency=1) as shop:
+    async with app, Workshop(app, concurrency=2) as shop:
         await shop.ended(*few, *crowd)
         assert max(place for place, name in enumerate(begun) if name != "busy") < 20
+
+
+async def test_without_a_backlog_tasks_with_and_without_limits_keep_their_order(app: App) -> None:
+    # spec: D-22
+    begun: list[str] = []
+
+    @app.task
+    async def free() -> None:
+        begun.append("free")
+
+    @app.task(concurrency=1)
+    async def limited() -> None:
+        begun.append("limited")
+
+    jobs = [await task.aenqueue() for _ in range(5) for task in (free, limited)]
+    async with app, Workshop(app, concurrency=1) as shop:
+        await shop.ended(*jobs)
+        assert begun == ["free", "limited"] * 5
 
 
 # How much of it.

@@ -90,11 +90,17 @@ class Lanes:
         self.all = [
             lane for lane in (unlimited, shared, *limited.values()) if lane.tasks is None or lane.tasks
         ]
+        every = {limit: None for lane in self.all for limit in lane.limits}
+        known = None if settings.unknown_tasks == "fail" else frozenset(tasks)
+        self.together = Lane(known, limits=tuple(every)) if len(self.all) > 1 else None
+        """All lanes at once: up to what the fullest of them may still have, no limit can be exceeded."""
 
     def in_turn(self) -> list[Lane]:
-        """The lanes, another one first each time."""
+        """The lanes, another one first each time; as long as none is known to have a backlog, all together first."""
         self.all.append(self.all.pop(0))
-        return list(self.all)
+        if self.together is None or any(lane.more for lane in self.all):
+            return list(self.all)
+        return [self.together, *self.all]
 
     def wish(self) -> dict[str, int | None]:
         """The queues in the order in which they are served now, each with how many it may still have."""
@@ -135,5 +141,5 @@ class Lanes:
 
     def look(self) -> None:
         """Let every lane look from the start next time."""
-        for lane in self.all:
+        for lane in self.all if self.together is None else (self.together, *self.all):
             lane.cursor.look()

@@ -267,8 +267,12 @@ class Worker:
                 return False
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             lane.more = claimed.more
-            idle = idle and not claimed.more
             self._due = claimed.next_due_in
+            if lane is self._lanes.together:
+                if not claimed.more:
+                    return True
+                continue  # lane by lane, then
+            idle = idle and not claimed.more
         return idle
 
     async def _gather(self, lane: Lane) -> None:
