@@ -101,8 +101,8 @@ class Crew:
         """Wait until the answer to this is true, asked whenever a handler has done something."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            [row] = self.connection.execute(text.encode(), params or None)
-            [found] = row.values()
+            row = self.connection.execute(text.encode(), params or None).fetchone()
+            [found] = row.values() if row else [None]
             if found:
                 return found
             for _ in self.connection.notifies(timeout=0.05, stop_after=1):

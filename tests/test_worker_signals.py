@@ -75,11 +75,13 @@ def test_a_second_signal_is_now_and_the_jobs_come_back(dsn: str) -> None:
     # spec: SG-31, D-25
     with Crew(dsn) as crew, crew.gate():
         ids = [crew.enqueue("wait", 1), crew.enqueue("stubborn", 2), crew.enqueue("stubborn_transfer", 3)]
-        process = crew.hire(lease="60s", grace="1h")
+        process = crew.hire(concurrency=3, prefetch=1, lease="60s", grace="1h")
         for number in (1, 2, 3):
             crew.began(number)
+        ahead = crew.enqueue("note", 4)
+        crew.until("select state = 'running' from shiftwork.jobs where id = %s", ahead)
         process.send_signal(signal.SIGTERM)
-        crew.until("select true")
+        crew.until("select state = 'ready' from shiftwork.jobs where id = %s", ahead)  # it has heard
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (0, 1)
@@ -140,6 +142,7 @@ def test_a_worker_can_be_stopped_while_the_database_is_away(dsn: str, away: str)
         with crew.gate():
             job = crew.enqueue("wait", 1)
             crew.began(1)
+            crew.worker_of(process)
             crew.worker_of(idle)
             getattr(wire, away)()
             process.send_signal(signal.SIGTERM)

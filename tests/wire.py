@@ -47,6 +47,7 @@ class Wire:
         self._stalled = False
         self._refusing = False
         self._lines: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
+        self._carrying: set[asyncio.Task[None]] = set()
         self._moved: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
         self._ready = threading.Event()
@@ -112,46 +113,59 @@ class Wire:
     def _set_refusing(self, refusing: bool) -> None:
         self._refusing = refusing
         if refusing:
-            for one, other in self._lines.items():
+            for one, other in list(self._lines.items()):
                 one.transport.abort()
                 other.transport.abort()
 
     async def _serve(self) -> None:
         self._loop, self._moved, self._closing = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        server = await asyncio.start_unix_server(self._carry, str(self._folder / ".s.PGSQL.5432"))
+        server = await asyncio.start_unix_server(self._called, str(self._folder / ".s.PGSQL.5432"))
         (self._folder / ".s.PGSQL.5432").chmod(0o777)
         self._ready.set()
         await self._closing.wait()
         server.close()
         self._set_refusing(True)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        self._set_stalled(False)
+        for task in list(self._carrying):
             task.cancel()
+        if self._carrying:
+            await asyncio.wait(self._carrying, timeout=5)
+
+    def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.calls += 1
+        task = self._loop.create_task(self._carry(reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.calls += 1
-        if self._refusing:
-            writer.transport.abort()
-            return
-        while self._stalled:
-            await self._moved.wait()
-        if self._there:
-            there, back = await asyncio.open_unix_connection(str(self._there))
-        else:
-            there, back = await asyncio.open_connection(*self._address)
-        self._lines[writer] = back
-        line = _Line()
+        back: asyncio.StreamWriter | None = None
+        ways: list[asyncio.Task[None]] = []
         try:
-            await asyncio.wait(
-                [
-                    asyncio.create_task(self._forth(line, reader, back)),
-                    asyncio.create_task(self._back(line, there, writer)),
-                ],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            while self._stalled:
+                await self._moved.wait()
+            if self._refusing:
+                return
+            if self._there:
+                there, back = await asyncio.open_unix_connection(str(self._there))
+            else:
+                there, back = await asyncio.open_connection(*self._address)
+            self._lines[writer] = back
+            line = _Line()
+            ways = [
+                asyncio.create_task(self._forth(line, reader, back)),
+                asyncio.create_task(self._back(line, there, writer)),
+            ]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        except OSError:
+            pass
         finally:
+            for way in ways:
+                way.cancel()
             self._lines.pop(writer, None)
             writer.transport.abort()
-            back.transport.abort()
+            if back is not None:
+                back.transport.abort()
+            await asyncio.gather(*ways, return_exceptions=True)
 
     async def _forth(self, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await _read(reader):

@@ -105,6 +105,12 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
+        self._passing = False
+        """Whether a claim has only looked at jobs that are not for us, and there are more behind them."""
+
+        self._sure = False
+        """Whether all queues are looked through from their start, since nothing seems to be left."""
+
         self._reap_due = False
         self._given_up = False
         self._unanswered = False
@@ -149,6 +155,7 @@ class Worker:
             self._transactions,
             middleware=self._middleware,
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
+            closing=lambda: self._slots.closing,
             began=self._began,
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
@@ -218,6 +225,7 @@ class Worker:
                 working.cancel()  # which cancels what the server does, if that can be told
                 await asyncio.wait([working], timeout=LAST)
                 self._line.drop()
+                working.cancel()
                 await asyncio.wait([working])
         if not working.cancelled():
             working.result()
@@ -250,6 +258,7 @@ class Worker:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
         idle, self._hungry, self._quiet = True, False, not self.holding
+        self._due, self._passing = None, False
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
@@ -268,6 +277,7 @@ class Worker:
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             lane.more = claimed.more
             self._due = claimed.next_due_in
+            self._passing = self._passing or (claimed.more and not claimed.taken)
             if lane is self._lanes.together:
                 if not claimed.more:
                     return True
@@ -339,6 +349,7 @@ class Worker:
                 run.waited = time.perf_counter()
                 self._backlog.append(run)
         self.jobs += len(claimed.taken)
+        self._sure = self._sure and not claimed.taken
         self._count(len(claimed.taken))
 
     async def _begin_prefetched(self) -> None:
@@ -349,7 +360,7 @@ class Worker:
         held = [(run.id, run.attempt) for run in runs]
         try:
             answers = await self._line.perform(operations.start(self._store, self.id, held))
-        except DatabaseError:
+        except (DatabaseError, asyncio.CancelledError):
             self._backlog.extendleft(reversed(runs))
             raise
         for run in runs:
@@ -394,6 +405,8 @@ class Worker:
             await self._reached("declared")
             self._lanes.look()
             idle = await self._fill()
+            while self._passing and not idle:
+                idle = await self._fill()
             if not idle or self._is_done(idle):
                 return
         self._watchful = False
@@ -460,7 +473,12 @@ class Worker:
         elif (
             settings.stop_when_idle and idle and self._quiet
         ):  # else what has just ended may have left more to do
-            self.stop("nothing is left to do")
+            if self._sure:
+                self.stop("nothing is left to do")
+            else:
+                self._sure = True  # a cursor may have passed by what came late
+                self._lanes.look()
+                self._wake()
         return self._stopping is not None
 
     # What the parts have to say.
