@@ -80,8 +80,8 @@ DECLARE_TASKS = "select shiftwork.declare_tasks(%s::jsonb) as written"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
-OPEN_TRANSACTION = "begin; select shiftwork.fence(%s, %s); savepoint handler"
-CLOSE_TRANSACTION = "release savepoint handler; select shiftwork.conclude(%s); commit"
+OPEN_TRANSACTION = "begin; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
+CLOSE_TRANSACTION = "release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
 SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
@@ -245,11 +245,11 @@ class Protocol:
 
     def undo_in_transaction(self) -> Statement:
         """Take back what the handler of a job did in its transaction."""
-        return Statement("rollback to savepoint handler")
+        return Statement("rollback to savepoint shiftwork_handler")
 
     def close_transaction(self, worker: int, outcome: bytes, *, undo: bool) -> Statement:
         """Write how the job ended, and commit, with what its handler did or without."""
-        text = f"rollback to savepoint handler; {CLOSE_TRANSACTION}" if undo else CLOSE_TRANSACTION
+        text = f"rollback to savepoint shiftwork_handler; {CLOSE_TRANSACTION}" if undo else CLOSE_TRANSACTION
         return self._statement(text, _outcomes(worker, [outcome]))
 
     def conclude(self, worker: int, outcome: bytes) -> Statement:

@@ -41,7 +41,7 @@ from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated
-from shiftwork.worker.transactions import Ours, OursBlocking, Transactions, Unsure
+from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
 
 Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 At = Callable[[str], Awaitable[None]]
@@ -78,6 +78,7 @@ class Attempts:
         *,
         middleware: Sequence[Middleware] = (),
         waits: Callable[[], None],
+        closing: Callable[[], bool],
         began: Callable[[Run], None],
         written: Callable[[Run, Outcome], None],
         dropped: Callable[[Run], None],
@@ -90,6 +91,7 @@ class Attempts:
         self.transactions = transactions
         self._middleware = tuple(middleware)
         self._waits = waits
+        self._closing = closing
         self._began = began
         self._written = written
         self._dropped = dropped
@@ -205,11 +207,12 @@ class Attempts:
             try:
                 return await self._handled(run, call)
             except Exception as error:
-                if run.stop is not None or not retry.repeats(error, repeated):
+                if run.stop is not None or run.in_thread or not retry.repeats(error, repeated):
                     raise
                 if undo is not None:
                     await undo()
             run.jobs = None
+            self._waits()
             await asyncio.sleep(retry.pause(repeated).total_seconds())
             repeated += 1
 
@@ -222,10 +225,8 @@ class Attempts:
         return await self._in_thread(run, call)
 
     def _raised(self, run: Run, error: BaseException) -> Raised:
-        if isinstance(error, asyncio.CancelledError) and run.stop is None and not run.told:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise error  # the slot itself is cancelled, not its handler
+        if isinstance(error, asyncio.CancelledError) and run.stop is None and self._closing():
+            raise error  # the slot itself is cancelled, not its handler
         return Raised(error)
 
     async def _in_thread(self, run: Run, call: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -262,6 +263,8 @@ class Attempts:
                     ending = Returned(await self._repeated(run, call, undo))
                 except BaseException as error:  # noqa: BLE001
                     ending = self._raised(run, error)
+                if run.in_thread:
+                    return _left_behind(ending)
                 run.concluding = True
                 fate = self._fate(run, ending)
                 if not isinstance(fate, Outcome):
@@ -329,6 +332,13 @@ async def _awaited(answer: Awaitable[Any], then: Callable[[], None]) -> None:
 def _refuse_in_transaction(run: Run) -> None:
     if run.task.transaction:
         raise ConfigurationError("a transactional task ends with its own transaction: return, or raise")
+
+
+def _left_behind(ending: Ending) -> Ending:
+    """The middleware did not wait for the function, which still has the session: all it does there is undone."""
+    if isinstance(ending, Raised):
+        return ending
+    return Raised(TransactionEnded("its function still runs, so what it did cannot be committed"))
 
 
 def _is_interrupted(ending: Ending) -> bool:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
 
+import msgspec
+
 from shiftwork import operations
 from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
@@ -199,6 +201,9 @@ class Settling:
             await self._at("settled")
         busy = []
         answers = settled.answers
+        elsewhere = {
+            job: state for state in (State.FAILED, State.CANCELLED) for job in settled.states.get(state, ())
+        }
         for told in batch:
             run, outcome, _ = told
             answer = answers.get(run.id, "lost")
@@ -207,6 +212,9 @@ class Settling:
             elif answer == "refused":
                 self._refused(run, outcome, settled.problems.get(run.id, "the database refused it"))
             else:
+                if outcome.state is State.SCHEDULED and run.id in elsewhere:
+                    # It would have come too late, or was to be cancelled.
+                    outcome = msgspec.structs.replace(outcome, state=elsewhere[run.id], delay=None)
                 self._answered(run, outcome, answer)
         if busy:
             self._put_off(BUSY, busy)

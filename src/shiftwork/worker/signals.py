@@ -24,9 +24,10 @@ def heeding(worker: Worker) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
     heard = 0
+    last: threading.Timer | None = None
 
     def heed(number: int, _: object) -> None:
-        nonlocal heard
+        nonlocal heard, last
         heard += 1
         name = signal.Signals(number).name
         if heard == 1:
@@ -44,5 +45,7 @@ def heeding(worker: Worker) -> Iterator[None]:
     try:
         yield
     finally:
+        if last is not None:
+            last.cancel()
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -10,6 +10,7 @@ A handler must not find what the one before it left behind, so each runs in a co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import time
 from collections import deque
@@ -37,6 +38,7 @@ class Slots:
         self.ready: deque[Run] = deque()
         self._attempt = attempt
         self._freed = freed
+        self.closing = False
         self._idle: deque[asyncio.Future[None]] = deque()
         self._slots: list[asyncio.Task[None]] = []
         self._turn = 0.0
@@ -66,6 +68,7 @@ class Slots:
 
     async def _slot(self) -> None:
         me = asyncio.current_task()
+        assert me is not None  # noqa: S101
         ready, busy = self.ready, self.busy
         loop = asyncio.get_running_loop()
         while True:
@@ -78,26 +81,46 @@ class Slots:
                 finally:
                     busy.discard(run)
                     run.slot = None
-                    for _ in range(run.told):
-                        me.uncancel()  # type: ignore[union-attr]
                     self._freed(run)
+                if self.closing:
+                    return
+                if me.cancelling():
+                    await _forget_cancelling(me)
                 now = time.perf_counter()
                 if now - self._turn > TURN:
                     await asyncio.sleep(0)
                     self._turn = time.perf_counter()
             idle = loop.create_future()
             self._idle.append(idle)
-            await idle
+            try:
+                await idle
+            except asyncio.CancelledError:
+                if self.closing:
+                    raise
+                await _forget_cancelling(me)
             self._turn = time.perf_counter()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exception: object) -> None:
+        self.closing = True
         for slot in self._slots:
             slot.cancel()
         if self._slots:
-            await asyncio.wait(self._slots, timeout=1)
+            _, stubborn = await asyncio.wait(self._slots, timeout=1)
+            for slot in stubborn:  # they would keep the event loop from being closed
+                with contextlib.suppress(Exception):
+                    slot.get_coro().close()
+                slot.cancel()
+
+
+async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
+    """Whoever cancelled a slot meant the job that ran in it; the next one must not be hit."""
+    while slot.cancelling():
+        slot.uncancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)  # what was asked for and not yet delivered
 
 
 class Isolated:

@@ -25,9 +25,10 @@ from typing import Any, TypeVar, cast
 import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
 from shiftwork.database import Statement, aconnect, connect, translate
-from shiftwork.errors import DatabaseUnavailable, ShiftworkError
+from shiftwork.errors import ConfigurationError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
 from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
@@ -52,6 +53,8 @@ class TransactionEnded(ShiftworkError):  # noqa: N818
 class Ours(AsyncConnection[Any]):
     """A connection whose transaction belongs to the worker."""
 
+    called = ""
+
     async def commit(self) -> None:
         raise _not_yours()
 
@@ -61,6 +64,8 @@ class Ours(AsyncConnection[Any]):
 
 class OursBlocking(Connection[Any]):
     """A connection whose transaction belongs to the worker."""
+
+    called = ""
 
     def commit(self) -> None:
         raise _not_yours()
@@ -123,15 +128,24 @@ class Transactions:
     async def _connect(self) -> Ours:
         if other := _last(self._idle_blocking):
             other.pgconn.finish()  # so that there are never more than was said
-        return cast("Ours", await aconnect(self._settings, name=self._name(), kind=Ours))
+        name = self._name()
+        connection = cast("Ours", await aconnect(self._settings, name=name, kind=Ours))
+        connection.called = name
+        return connection
 
     def _connect_blocking(self) -> OursBlocking:
         if other := _last(self._idle):
             other.pgconn.finish()
-        return cast("OursBlocking", connect(self._settings, name=self._name(), kind=OursBlocking))
+        name = self._name()
+        connection = cast("OursBlocking", connect(self._settings, name=name, kind=OursBlocking))
+        connection.called = name
+        return connection
 
     def acquire_blocking(self) -> None:
         """Wait for a turn, in a thread."""
+        with contextlib.suppress(RuntimeError):  # a thread has no loop
+            if asyncio.get_running_loop() is self._loop:
+                raise ConfigurationError("in an async function, write: async with context.finishing()")
         asyncio.run_coroutine_threadsafe(self.turn.acquire(), self._loop).result()
 
     def release(self) -> None:
@@ -142,9 +156,16 @@ class Transactions:
         """Give a session back; one that is not as it was is closed."""
         if in_use:
             _cut(connection)
-        elif connection.closed or connection.info.transaction_status != TransactionStatus.IDLE:
+            return
+        if (
+            connection.closed
+            or connection.info.transaction_status != TransactionStatus.IDLE
+            or connection.called != self._name()  # the reaper would not find it
+        ):
             connection.pgconn.finish()
-        elif isinstance(connection, Ours):
+            return
+        connection.row_factory = tuple_row  # the next handler must not find what this one chose
+        if isinstance(connection, Ours):
             self._idle.append(connection)
         else:
             self._idle_blocking.append(connection)
