@@ -35,6 +35,7 @@ from shiftwork import App, Context, logs
 from shiftwork.worker.signals import heeding
 from tests.harness import Protocol
 
+COMMAND = ("-c", "from shiftwork.cli import main; main()", "worker", "tests.crew:app", "--log-level", "error")
 PATIENCE = 60.0
 GATE = 4_711
 
@@ -74,13 +75,16 @@ class Crew:
         self.connection.close()
 
     def hire(
-        self, dsn: str | None = None, *, die_at: str = "", **settings: object
+        self, dsn: str | None = None, *, die_at: str = "", command: bool = False, **settings: object
     ) -> subprocess.Popen[bytes]:
-        """Start a worker; `die_at`: it kills itself when it first comes to this point while it holds a job."""
+        """Start a worker; `die_at`: it kills itself when it first comes to this point while it holds a job.
+
+        As a `command` it is started as people do it.
+        """
         given = {f"SHIFTWORK_{name.upper()}": str(value) for name, value in settings.items()}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHIFTWORK_")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crew"],
+            [sys.executable, *(COMMAND if command else ("-m", "tests.crew"))],
             env={**clean, **given, "DATABASE_URL": dsn or self.dsn, "CREW_DIE_AT": die_at},
             stdin=subprocess.DEVNULL,
         )
@@ -215,6 +219,13 @@ def stubborn_transfer(tx: Connection[Any], context: Context, number: int) -> Non
     tx.execute(EFFECT, _effect("transactional", number, context))
     _note_blocking("began", number, context)
     threading.Event().wait()
+
+
+@app.task(**FOREVER)
+async def stubborn_aside(context: Context, number: int) -> None:
+    """Wait for a thread of its own that never ends."""
+    await _note("began", number, context)
+    await asyncio.to_thread(threading.Event().wait)
 
 
 @app.task(**FOREVER)

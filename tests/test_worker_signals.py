@@ -107,6 +107,19 @@ def test_a_thread_that_will_not_end_is_left_behind_with_exit_code_1(dsn: str, ta
         assert (found["state"], found["failures"]) == ("ready", 0)
 
 
+@pytest.mark.parametrize("task", ["stubborn", "stubborn_aside"])
+def test_the_command_ends_past_threads_that_will_not(dsn: str, task: str) -> None:
+    # spec: HO-25, D-25, SH-1
+    with Crew(dsn) as crew:
+        job = crew.enqueue(task, 1)
+        process = crew.hire(command=True, lease="60s", grace="100ms")
+        crew.began(1)
+        assert told(process, signal.SIGTERM, within=40) == 1
+        crew.protocol.reap()
+        found = crew.protocol.live(job)
+        assert (found["state"], found["failures"]) == ("ready", 0)
+
+
 def test_an_event_loop_that_is_blocked_does_not_keep_a_second_signal_from_being_heard(dsn: str) -> None:
     # spec: D-25, SG-31
     with Crew(dsn) as crew, crew.gate():

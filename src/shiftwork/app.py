@@ -39,6 +39,7 @@ from shiftwork.task import (
 )
 from shiftwork.worker import Middleware, Worker
 from shiftwork.worker.signals import heeding
+from shiftwork.worker.threads import Impatient
 
 if TYPE_CHECKING:
     from shiftwork.embedded import Server
@@ -468,7 +469,9 @@ class App(Surroundings):
 
         app.run_worker(queues="mail,default", concurrency=20)
         """
-        return asyncio.run(self.arun_worker(**settings))
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(Impatient())
+            return runner.run(self.arun_worker(**settings))
 
     async def arun_worker(self, *, signals: bool = True, **settings: Any) -> bool:  # noqa: ANN401
         """Run jobs until told to stop or cancelled; without `signals`, those are left to the caller."""

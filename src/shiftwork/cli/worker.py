@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,6 +73,9 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Where each option stands in the help, and what its value is called there."""
+
+LAST = 0.5
+"""Seconds for threads to end at the very end."""
 
 PATIENCE = (0.5, 30.0)
 """How long to wait for a database that is away, at first and at most, in seconds."""
@@ -169,7 +174,23 @@ def worker(where: str, given: Mapping[str, Any], migrate: bool) -> None:
     with told():
         app.close()  # whatever it opened while it was imported
         app.settings = dataclasses.replace(app.settings, **given)
-    sys.exit(0 if serve(app, migrate=migrate) else 1)
+    leave(serve(app, migrate=migrate))
+
+
+def leave(well: bool) -> NoReturn:
+    """End the process, past threads that handlers have started and that will not end."""
+    deadline = time.monotonic() + LAST
+    others = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
+    for thread in others:
+        thread.join(max(deadline - time.monotonic(), 0))
+    if stubborn := sum(thread.is_alive() for thread in others):
+        log.warning(
+            "%d threads that handlers started have not ended; the process ends without them", stubborn
+        )
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
+    sys.exit(0 if well else 1)
 
 
 def find(where: str) -> App:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +18,13 @@ from typing import Any
 from shiftwork.worker.run import Run, current
 
 Call = tuple[Callable[[], Any], Run, "asyncio.Future[Any]"]
+
+
+class Impatient(ThreadPoolExecutor):
+    """The threads that handlers use through `asyncio.to_thread`: the end of the event loop does not wait for them."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 class Threads:
