@@ -112,20 +112,19 @@ async def test_progress_and_log_lines_can_be_read_while_it_runs_and_afterwards(a
         context.progress(1)
         context.log.error("the last word")
 
-    if plain:
+    @app.task
+    def plain_work(context: Context) -> None:
+        say(context)
+        latch.hold_blocking()
+        end(context)
 
-        @app.task
-        def work(context: Context) -> None:
-            say(context)
-            latch.hold_blocking()
-            end(context)
-    else:
+    @app.task
+    async def async_work(context: Context) -> None:
+        say(context)
+        await latch.hold()
+        end(context)
 
-        @app.task
-        async def work(context: Context) -> None:
-            say(context)
-            await latch.hold()
-            end(context)
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app) as shop:
         job = await work.aenqueue()
@@ -220,36 +219,35 @@ async def test_the_fence_holds_for_a_transaction_of_ones_own(app: App, dsn: str,
     # spec: D-16, D-1
     latch, lost = Latch(), list[BaseException]()
 
-    if plain:
-
-        @app.task
-        def work(context: Context) -> None:
-            with psycopg.connect(dsn) as own:
+    @app.task
+    def plain_work(context: Context) -> None:
+        with psycopg.connect(dsn) as own:
+            context.fence(own)
+            own.execute("insert into effects values ('while it was ours')")
+        latch.hold_blocking()
+        with psycopg.connect(dsn) as own:
+            own.execute("insert into effects values ('too late')")
+            try:
                 context.fence(own)
-                own.execute("insert into effects values ('while it was ours')")
-            latch.hold_blocking()
-            with psycopg.connect(dsn) as own:
-                own.execute("insert into effects values ('too late')")
-                try:
-                    context.fence(own)
-                except FenceLost as error:
-                    lost.append(error)
-                    raise
-    else:
+            except FenceLost as error:
+                lost.append(error)
+                raise
 
-        @app.task
-        async def work(context: Context) -> None:
-            async with await psycopg.AsyncConnection.connect(dsn) as own:
+    @app.task
+    async def async_work(context: Context) -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as own:
+            await context.fence(own)
+            await own.execute("insert into effects values ('while it was ours')")
+        await latch.hold()
+        async with await psycopg.AsyncConnection.connect(dsn) as own:
+            await own.execute("insert into effects values ('too late')")
+            try:
                 await context.fence(own)
-                await own.execute("insert into effects values ('while it was ours')")
-            await latch.hold()
-            async with await psycopg.AsyncConnection.connect(dsn) as own:
-                await own.execute("insert into effects values ('too late')")
-                try:
-                    await context.fence(own)
-                except FenceLost as error:
-                    lost.append(error)
-                    raise
+            except FenceLost as error:
+                lost.append(error)
+                raise
+
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app, lease=timedelta(minutes=5)) as shop:
         job = await work.aenqueue()
@@ -264,26 +262,24 @@ async def test_the_fence_holds_for_a_transaction_of_ones_own(app: App, dsn: str,
 
 def finishing_task(app: App, dsn: str, *, plain: bool, end: Callable[[Context], None]) -> Any:
     """A task that ends in a transaction of its own, which `end` may break."""
-    if plain:
 
-        @app.task(name="work", retry=AT_ONCE)
-        def work(context: Context) -> str:
-            with psycopg.connect(dsn) as own:
-                own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                context.finish(own, "in the transaction")
-                end(context)
-            return "returned"
-    else:
+    @app.task(retry=AT_ONCE)
+    def plain_work(context: Context) -> str:
+        with psycopg.connect(dsn) as own:
+            own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            context.finish(own, "in the transaction")
+            end(context)
+        return "returned"
 
-        @app.task(name="work", retry=AT_ONCE)
-        async def work(context: Context) -> str:
-            async with await psycopg.AsyncConnection.connect(dsn) as own:
-                await own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                await context.finish(own, "in the transaction")
-                end(context)
-            return "returned"
+    @app.task(retry=AT_ONCE)
+    async def async_work(context: Context) -> str:
+        async with await psycopg.AsyncConnection.connect(dsn) as own:
+            await own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            await context.finish(own, "in the transaction")
+            end(context)
+        return "returned"
 
-    return work
+    return plain_work if plain else async_work
 
 
 both = pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
@@ -315,24 +311,23 @@ async def test_an_end_that_is_rolled_back_is_none(app: App, dsn: str, plain: boo
         if context.attempt == 2:
             raise ValueError("after all")
 
-    if plain:
+    @app.task(retry=AT_ONCE)
+    def plain_work(context: Context) -> str:
+        with psycopg.connect(dsn) as own, own.transaction():
+            own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            context.finish(own, "done")
+            end(context)
+        return "returned"
 
-        @app.task(retry=AT_ONCE)
-        def work(context: Context) -> str:
-            with psycopg.connect(dsn) as own, own.transaction():
-                own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                context.finish(own, "done")
-                end(context)
-            return "returned"
-    else:
+    @app.task(retry=AT_ONCE)
+    async def async_work(context: Context) -> str:
+        async with await psycopg.AsyncConnection.connect(dsn) as own, own.transaction():
+            await own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            await context.finish(own, "done")
+            end(context)
+        return "returned"
 
-        @app.task(retry=AT_ONCE)
-        async def work(context: Context) -> str:
-            async with await psycopg.AsyncConnection.connect(dsn) as own, own.transaction():
-                await own.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                await context.finish(own, "done")
-                end(context)
-            return "returned"
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app) as shop:
         job = await work.aenqueue()
@@ -391,32 +386,31 @@ async def test_long_work_can_be_prepared_outside_and_finished_in_a_transaction(a
     @app.task(queue="unserved")
     async def follow_up() -> None: ...
 
-    if plain:
-
-        @app.task(retry=AT_ONCE)
-        def work(context: Context) -> int | None:
+    @app.task(retry=AT_ONCE)
+    def plain_work(context: Context) -> int | None:
+        context.enqueue(follow_up.job())
+        with context.finishing(result=context.attempt) as tx:
             context.enqueue(follow_up.job())
-            with context.finishing(result=context.attempt) as tx:
-                context.enqueue(follow_up.job())
-                tx.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                if context.attempt == 1:
-                    raise ValueError("again")
-            with pytest.raises(InvalidArgument, match="has ended"):
-                context.enqueue(follow_up.job())
-            return None
-    else:
-
-        @app.task(retry=AT_ONCE)
-        async def work(context: Context) -> int | None:
+            tx.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            if context.attempt == 1:
+                raise ValueError("again")
+        with pytest.raises(InvalidArgument, match="has ended"):
             context.enqueue(follow_up.job())
-            async with context.finishing(result=context.attempt) as tx:
-                context.enqueue(follow_up.job())
-                await tx.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
-                if context.attempt == 1:
-                    raise ValueError("again")
-            with pytest.raises(InvalidArgument, match="has ended"):
-                context.enqueue(follow_up.job())
-            return None
+        return None
+
+    @app.task(retry=AT_ONCE)
+    async def async_work(context: Context) -> int | None:
+        context.enqueue(follow_up.job())
+        async with context.finishing(result=context.attempt) as tx:
+            context.enqueue(follow_up.job())
+            await tx.execute("insert into effects values (%s)", (f"attempt {context.attempt}",))
+            if context.attempt == 1:
+                raise ValueError("again")
+        with pytest.raises(InvalidArgument, match="has ended"):
+            context.enqueue(follow_up.job())
+        return None
+
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app, queues="default") as shop:
         job = await work.aenqueue()

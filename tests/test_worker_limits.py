@@ -285,14 +285,13 @@ async def test_a_slot_that_is_freed_alone_is_filled_while_the_others_run_on(app:
     async def wait() -> None:
         await latch.hold()
 
-    if plain:
+    @app.task
+    def plain_quick() -> None: ...
 
-        @app.task
-        def quick() -> None: ...
-    else:
+    @app.task
+    async def async_quick() -> None: ...
 
-        @app.task
-        async def quick() -> None: ...
+    quick = plain_quick if plain else async_quick
 
     async with app, Workshop(app, concurrency=2) as shop:
         slow = await wait.aenqueue()
@@ -450,18 +449,17 @@ async def test_stopping_waits_for_what_runs_and_gives_back_what_has_not_begun(ap
     # spec: SG-30, QU-14, SH-24, HO-25, D-25
     latch = Latch()
 
-    if plain:
+    @app.task
+    def plain_work() -> str:
+        latch.hold_blocking()
+        return "done"
 
-        @app.task
-        def work() -> str:
-            latch.hold_blocking()
-            return "done"
-    else:
+    @app.task
+    async def async_work() -> str:
+        await latch.hold()
+        return "done"
 
-        @app.task
-        async def work() -> str:
-            await latch.hold()
-            return "done"
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app, concurrency=2, prefetch=2, lease=timedelta(minutes=1)) as shop:
         jobs = [await work.aenqueue() for _ in range(6)]

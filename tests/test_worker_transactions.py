@@ -34,26 +34,24 @@ async def effects(shop: Workshop) -> list[str]:
 
 def declare(app: App, *, plain: bool, act: Callable[[Context, Callable[[str], Any]], Any]) -> Any:
     """A task that acts with a way to have an effect, as an async or as a plain function."""
-    if plain:
 
-        @app.task(name="work", transaction=True, retry=AT_ONCE)
-        def work(context: Context, tx: Tx) -> Any:
-            def effect(text: str) -> None:
-                tx.execute("insert into effects values (%s)", (text,))
+    @app.task(transaction=True, retry=AT_ONCE)
+    def plain_work(context: Context, tx: Tx) -> Any:
+        def effect(text: str) -> None:
+            tx.execute("insert into effects values (%s)", (text,))
 
-            return act(context, effect)
-    else:
+        return act(context, effect)
 
-        @app.task(name="work", transaction=True, retry=AT_ONCE)
-        async def work(context: Context, tx: AsyncTx) -> Any:
-            waiting: list[str] = []
-            try:
-                return act(context, waiting.append)
-            finally:
-                for text in waiting:
-                    await tx.execute("insert into effects values (%s)", (text,))
+    @app.task(transaction=True, retry=AT_ONCE)
+    async def async_work(context: Context, tx: AsyncTx) -> Any:
+        waiting: list[str] = []
+        try:
+            return act(context, waiting.append)
+        finally:
+            for text in waiting:
+                await tx.execute("insert into effects values (%s)", (text,))
 
-    return work
+    return plain_work if plain else async_work
 
 
 both = pytest.mark.parametrize("plain", [False, True], ids=["async", "plain"])
@@ -123,18 +121,17 @@ async def test_an_exception_undoes_the_effects_and_is_recorded(app: App, plain: 
 @both
 async def test_a_statement_that_fails_does_not_stop_the_record_of_the_failure(app: App, plain: bool) -> None:
     # spec: QU-19
-    if plain:
+    @app.task(transaction=True)
+    def plain_work(tx: Tx) -> None:
+        tx.execute("insert into effects values ('before')")
+        tx.execute("select 1 / 0")
 
-        @app.task(transaction=True)
-        def work(tx: Tx) -> None:
-            tx.execute("insert into effects values ('before')")
-            tx.execute("select 1 / 0")
-    else:
+    @app.task(transaction=True)
+    async def async_work(tx: AsyncTx) -> None:
+        await tx.execute("insert into effects values ('before')")
+        await tx.execute("select 1 / 0")
 
-        @app.task(transaction=True)
-        async def work(tx: AsyncTx) -> None:
-            await tx.execute("insert into effects values ('before')")
-            await tx.execute("select 1 / 0")
+    work = plain_work if plain else async_work
 
     @app.task(transaction=True)
     async def careless(tx: AsyncTx) -> str:
@@ -158,20 +155,19 @@ async def test_a_statement_that_fails_does_not_stop_the_record_of_the_failure(ap
 @both
 async def test_a_part_of_it_may_be_undone_alone(app: App, plain: bool) -> None:
     # spec: QU-19
-    if plain:
+    @app.task(transaction=True)
+    def plain_work(tx: Tx) -> None:
+        tx.execute("insert into effects values ('kept')")
+        with tx.transaction(force_rollback=True):
+            tx.execute("insert into effects values ('undone')")
 
-        @app.task(transaction=True)
-        def work(tx: Tx) -> None:
-            tx.execute("insert into effects values ('kept')")
-            with tx.transaction(force_rollback=True):
-                tx.execute("insert into effects values ('undone')")
-    else:
+    @app.task(transaction=True)
+    async def async_work(tx: AsyncTx) -> None:
+        await tx.execute("insert into effects values ('kept')")
+        async with tx.transaction(force_rollback=True):
+            await tx.execute("insert into effects values ('undone')")
 
-        @app.task(transaction=True)
-        async def work(tx: AsyncTx) -> None:
-            await tx.execute("insert into effects values ('kept')")
-            async with tx.transaction(force_rollback=True):
-                await tx.execute("insert into effects values ('undone')")
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app) as shop:
         job = await work.aenqueue()
@@ -184,24 +180,23 @@ async def test_a_handler_may_not_end_the_transaction_itself(app: App, plain: boo
     # spec: QU-18, D-1
     ways = ["commit()", "rollback()", "commit", "rollback", "commit; begin"]
 
-    if plain:
+    @app.task(transaction=True, retry=Retry.never())
+    def plain_work(tx: Tx, way: str) -> None:
+        tx.execute("insert into effects values (%s)", (way,))
+        if way.endswith("()"):
+            getattr(tx, way[:-2])()
+        else:
+            tx.execute(way.encode())
 
-        @app.task(transaction=True, retry=Retry.never())
-        def work(tx: Tx, way: str) -> None:
-            tx.execute("insert into effects values (%s)", (way,))
-            if way.endswith("()"):
-                getattr(tx, way[:-2])()
-            else:
-                tx.execute(way.encode())
-    else:
+    @app.task(transaction=True, retry=Retry.never())
+    async def async_work(tx: AsyncTx, way: str) -> None:
+        await tx.execute("insert into effects values (%s)", (way,))
+        if way.endswith("()"):
+            await getattr(tx, way[:-2])()
+        else:
+            await tx.execute(way.encode())
 
-        @app.task(transaction=True, retry=Retry.never())
-        async def work(tx: AsyncTx, way: str) -> None:
-            await tx.execute("insert into effects values (%s)", (way,))
-            if way.endswith("()"):
-                await getattr(tx, way[:-2])()
-            else:
-                await tx.execute(way.encode())
+    work = plain_work if plain else async_work
 
     @app.task(transaction=True)
     async def good(tx: AsyncTx) -> str:
@@ -229,20 +224,19 @@ async def test_a_session_that_is_lost_midway_undoes_everything_and_the_job_runs_
     # spec: QU-18, D-1
     lose = "select pg_terminate_backend(pg_backend_pid())"
 
-    if plain:
+    @app.task(transaction=True, retry=AT_ONCE)
+    def plain_work(context: Context, tx: Tx) -> None:
+        tx.execute("insert into effects values ('once')")
+        if context.attempt == 1:
+            tx.execute(lose)
 
-        @app.task(transaction=True, retry=AT_ONCE)
-        def work(context: Context, tx: Tx) -> None:
-            tx.execute("insert into effects values ('once')")
-            if context.attempt == 1:
-                tx.execute(lose)
-    else:
+    @app.task(transaction=True, retry=AT_ONCE)
+    async def async_work(context: Context, tx: AsyncTx) -> None:
+        await tx.execute("insert into effects values ('once')")
+        if context.attempt == 1:
+            await tx.execute(lose)
 
-        @app.task(transaction=True, retry=AT_ONCE)
-        async def work(context: Context, tx: AsyncTx) -> None:
-            await tx.execute("insert into effects values ('once')")
-            if context.attempt == 1:
-                await tx.execute(lose)
+    work = plain_work if plain else async_work
 
     async with app, Workshop(app) as shop:
         job = await work.aenqueue()
@@ -446,3 +440,32 @@ async def test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_
         await shop.worker._leases.reconcile()
         # To claim, for the lease, to listen, and one for transactions; nothing had to be settled apart from them.
         assert await shop.value(sessions, f"shiftwork {shop.worker.id}") == 4
+
+
+async def test_a_retry_may_begin_before_the_answer_to_the_former_commit_has_come(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: D-9, SG-33
+    latch, real = Latch(), Transactions.close_with
+
+    async def slow(self: Transactions, run: Any, connection: Any, outcome: Any) -> None:
+        await real(self, run, connection, outcome)
+        if run.attempt == 1:
+            await latch.hold()
+
+    monkeypatch.setattr(Transactions, "close_with", slow)
+
+    @app.task(transaction=True, retry=AT_ONCE)
+    async def work(context: Context, tx: AsyncTx) -> int:
+        if context.attempt == 1:
+            raise ValueError("again")
+        return context.attempt
+
+    async with app, Workshop(app) as shop:
+        job = await work.aenqueue()
+        await shop.ended(job, state="completed")
+        latch.release()
+        await shop.ended(job, state="scheduled")
+        assert await job.aresult(timeout=30) == 2
+        assert not shop.seen(JobReleased)
+        assert not shop.worker.holding

@@ -259,9 +259,10 @@ class Workshop:
     async def rows(self, text: str, *params: object) -> list[Row]:
         """Ask the database."""
         async with await psycopg.AsyncConnection.connect(
-            self.app.settings.dsn or "", autocommit=True, row_factory=dict_row
+            self.app.settings.dsn or "", autocommit=True
         ) as connection:
-            cursor = await connection.execute(text.encode(), params or None)
+            cursor = connection.cursor(row_factory=dict_row)
+            await cursor.execute(text.encode(), params or None)
             return await cursor.fetchall() if cursor.description else []
 
     async def value(self, text: str, *params: object) -> Any:

@@ -333,7 +333,7 @@ class Worker:
         for place, taken in enumerate(claimed.taken):
             run = Run(*taken, worker=worker, claimed_at=at, task=tasks.get(taken[1]))
             former = holding.get(run.id)
-            if former is not None and not former.ended:
+            if former is not None and not (former.ended or former.concluding):
                 # Lost without our knowing. Two attempts of one job do not run here at once; but one that has ended, and
                 # of which only the answer has not come yet, is in nobody's way.
                 self.tell(former, Stop.LOST, "another attempt of it began")
