@@ -107,6 +107,7 @@ WORDS = {
     "HO-28": "every connection of a worker is made anew when it is lost, and what was missed is looked for",
     "HO-40": "a late result is refused by owner and attempt, though the job runs again elsewhere",
     "QU-1": "a worker has so many slots, each with one job at a time",
+    "QU-2": "first what is ready is claimed, then what others left behind is reaped, then a worker waits",
     "QU-3": "a worker without work waits to be woken, for a freed slot or for its poll",
     "QU-4": "a claim takes only tasks that the worker knows, and says whether there may be more",
     "QU-5": "a task can be tried for ever: attempts without end",

@@ -20,6 +20,7 @@ from shiftwork.events import (
     JobReleased,
     JobStopped,
     LeaseLost,
+    Reaped,
     WorkerStopped,
 )
 from shiftwork.worker.line import Line
@@ -635,3 +636,28 @@ async def test_a_claim_that_waits_for_a_lock_does_not_keep_a_worker_from_stoppin
     found = protocol.live(job.id)
     assert (found["state"], found["resets"], found["failures"]) == ("ready", 0, 0)
     assert not shop.seen(JobBegan)
+
+
+async def test_first_it_claims_what_is_ready_then_it_reaps_then_it_claims_what_that_gave(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: QU-2
+    app = App(dsn)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        lost = await work.aenqueue()
+        gone = protocol.register()
+        assert [job["id"] for job in protocol.claim(gone).jobs] == [lost.id]
+        protocol.lapse(gone)
+        ready = await work.aenqueue()
+        async with Workshop(app, concurrency=2) as shop:
+            await shop.ended(lost, ready)
+            order = [
+                event.job if isinstance(event, JobBegan) else type(event).__name__
+                for event in shop.events
+                if isinstance(event, JobBegan | Reaped)
+            ]
+            assert order == [ready.id, "Reaped", lost.id]

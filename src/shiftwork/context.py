@@ -120,7 +120,9 @@ class Context:
         """Enqueue jobs together with the completion of this one: all of it, or nothing."""
         self.check()
         if self._run.done is not None:
-            raise InvalidArgument(f"{self._run.label} has ended; what it enqueues has to be known before that")
+            raise InvalidArgument(
+                f"{self._run.label} has ended; what it enqueues has to be known before that"
+            )
         for job in jobs:
             if not isinstance(job, NewJob):
                 raise InvalidArgument(f"{job!r} is no job to enqueue; make one with task.job(…)")
