@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -95,6 +96,7 @@ async def test_a_worker_that_stops_when_idle_has_looked_everywhere(app: App, dsn
         before = await early.using(connection=late).aenqueue()
         after = await work.aenqueue()
         async with Workshop(app, stop_when_idle=True) as shop:
+            shop.worker._rate, shop.worker._window = 1e6, (time.monotonic(), 0)  # too brisk to go to sleep
             await shop.stopped()
             assert (await after.ainfo()).state is State.COMPLETED
             assert (await before.ainfo()).state is State.COMPLETED
@@ -211,3 +213,17 @@ async def test_a_handler_that_will_not_be_cancelled_does_not_keep_its_slot_alive
         await asyncio.wait([slot], timeout=20)
         assert slot.done()
         assert (await job.ainfo()).state is State.READY
+
+
+async def test_a_job_that_was_locked_when_it_fell_due_is_looked_for_again(app: App, dsn: str) -> None:
+    # spec: SH-23
+    @app.task
+    async def work() -> None: ...
+
+    async with app, await psycopg.AsyncConnection.connect(dsn) as other:
+        job = await work.using(delay=timedelta(milliseconds=1)).aenqueue()
+        await other.execute("select from shiftwork.jobs where id = %s for update", (job.id,))
+        async with Workshop(app) as shop:
+            await shop.asleep()
+            await other.rollback()
+            await shop.ended(job)

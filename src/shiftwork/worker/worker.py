@@ -116,6 +116,7 @@ class Worker:
         self._unanswered = False
         self._abandoned = 0
         self._due: float | None = None
+        self._locked = LOCKED
         self._declare_at = 0.0
         self._watchful = False
         """Whether inserts have notified us since before we last looked."""
@@ -412,7 +413,8 @@ class Worker:
         self._watchful = False
         await self._expire()
         now = time.monotonic()
-        until = now + min(self._poll(), 3600 if self._due is None else max(self._due, LOCKED))
+        self._locked = min(2 * self._locked, 1.0) if self._due is not None and self._due <= 0 else LOCKED
+        until = now + min(self._poll(), 3600 if self._due is None else max(self._due, self._locked))
         until = until if ends is None else min(until, ends)
         pause = 0.005
         await self._reached("asleep")

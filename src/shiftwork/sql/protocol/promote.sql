@@ -22,8 +22,11 @@ begin
   ) as due;
   promoted := coalesce(cardinality(rows), 0);
   earliest := times[1];
-  reached := extract(epoch from case when promoted < most then present else times[promoted] end) * 1000000;
   if promoted > 0 then
     update shiftwork.jobs as job set state = 'ready' where job.ctid = any(rows);
   end if;
+  -- One that somebody has locked is still to come: nobody would look for it behind our cursor.
+  reached := extract(epoch from case when promoted = most then times[promoted] else least(present, (
+    select job.run_at from shiftwork.jobs as job
+     where job.state = 'scheduled' and job.run_at >= since and job.run_at <= present order by job.run_at limit 1)) end) * 1000000;
 end $$;
