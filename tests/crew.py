@@ -61,7 +61,9 @@ class Crew:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        self.connection = psycopg.connect(self.dsn, autocommit=True, row_factory=dict_row)
+        self.connection = psycopg.Connection[dict[str, Any]].connect(
+            self.dsn, autocommit=True, row_factory=dict_row
+        )
         self.connection.execute(EFFECTS)
         self.connection.execute("listen effects")
         self.protocol = Protocol(self.connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -29,24 +30,23 @@ async def test_after_a_conflict_a_transaction_is_undone_and_tried_again_on_the_s
     # spec: D-8
     calls = []
     retry = Retry(max_attempts=2, at_once=2, delay=timedelta(hours=1))
-    if plain:
 
-        @app.task(name="work", transaction=True, retry=retry)
-        def work(tx: psycopg.Connection) -> int:
-            calls.append(1)
-            tx.execute("insert into effects values ('once')")
-            if len(calls) < 3:
-                tx.execute(CONFLICT)
-            return len(calls)
-    else:
+    def plainly(tx: psycopg.Connection) -> int:
+        calls.append(1)
+        tx.execute("insert into effects values ('once')")
+        if len(calls) < 3:
+            tx.execute(CONFLICT)
+        return len(calls)
 
-        @app.task(name="work", transaction=True, retry=retry)
-        async def work(tx: psycopg.AsyncConnection) -> int:
-            calls.append(1)
-            await tx.execute("insert into effects values ('once')")
-            if len(calls) < 3:
-                await tx.execute(CONFLICT)
-            return len(calls)
+    async def asynchronously(tx: psycopg.AsyncConnection) -> int:
+        calls.append(1)
+        await tx.execute("insert into effects values ('once')")
+        if len(calls) < 3:
+            await tx.execute(CONFLICT)
+        return len(calls)
+
+    function: Any = plainly if plain else asynchronously
+    work = app.task(name="work", transaction=True, retry=retry)(function)
 
     async with Workshop(app) as shop:
         handle = await work.aenqueue()

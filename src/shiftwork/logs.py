@@ -209,11 +209,10 @@ class JsonFormatter(logging.Formatter):
 class Stream(logging.StreamHandler[TextIO]):
     """Writes to standard error; what is logged in one go in the event loop is written in one go."""
 
-    formatter: TextFormatter | JsonFormatter
-
-    def __init__(self, formatter: TextFormatter | JsonFormatter) -> None:
+    def __init__(self, form: TextFormatter | JsonFormatter) -> None:
         super().__init__()
-        self.formatter = formatter
+        self.setFormatter(form)
+        self._form = form
         self._lines: deque[str] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -228,7 +227,7 @@ class Stream(logging.StreamHandler[TextIO]):
 
     def tell(self, level: int, words: str, event: Event) -> None:
         """Write what an event says."""
-        self._put(self.formatter.line(time.time(), level, words, event))
+        self._put(self._form.line(time.time(), level, words, event))
 
     def _put(self, line: str) -> None:
         self._lines.append(line)

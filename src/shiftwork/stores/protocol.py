@@ -80,8 +80,10 @@ DECLARE_TASKS = "select shiftwork.declare_tasks(%s::jsonb) as written"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
-OPEN_TRANSACTION = "begin; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
-CLOSE_TRANSACTION = "release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit"
+OPEN_TRANSACTION = (
+    "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
+)
+CLOSE_TRANSACTION = "release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; reset all"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
 SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
