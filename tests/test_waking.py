@@ -138,7 +138,8 @@ def test_a_transaction_with_an_older_snapshot_wakes_a_sleeper_too(
             other.rows("select 1 from {}.tasks")
             sleep(protocol)
             other.enqueue()
-        assert ear.news() == [("shiftwork_wake", "default")]
+        woken = [news for news in ear.news() if news[0] == "shiftwork_wake"]  # the reaper also tells the loser
+        assert woken == [("shiftwork_wake", "default")]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ AGAIN = 0.5
 """Seconds after which a job is given back whose former attempt still runs here; else we would claim it at once."""
 
 NAP = 0.005
+MOST_IN_VAIN = 0.2
 LOCKED = 0.05
 """Seconds until a job is looked for again that is due, and that somebody has locked."""
 
@@ -118,6 +119,8 @@ class Worker:
         self._due: float | None = None
         self._locked = LOCKED
         self._declare_at = 0.0
+        self._found = self._vain = 0
+        self._woken = False
         self._watchful = False
         """Whether inserts have notified us since before we last looked."""
 
@@ -400,6 +403,7 @@ class Worker:
 
     async def _sleep(self, ends: float | None) -> None:
         """Say that we sleep, look once more, and wait."""
+        await self._pause_if_in_vain()
         flying: set[str] = set()
         if not self._watchful or time.monotonic() > self._declare_at:
             flying = await self._declare()
@@ -421,6 +425,7 @@ class Worker:
         while (left := until - time.monotonic()) > 0:
             step = min(left, pause if flying else self._declare_at - time.monotonic())
             if await self._wake_or(step):
+                self._woken = True
                 return
             if flying:
                 flying &= await self._declare()
@@ -431,6 +436,14 @@ class Worker:
                 await self._declare()
         self._lanes.look()
         self._watchful = not flying  # we were told of all that came meanwhile; looking once is enough
+
+    async def _pause_if_in_vain(self) -> None:
+        """Whoever is woken again and again for nothing, by whatever reason, takes his time."""
+        found, self._found = self.jobs - self._found, self.jobs
+        self._vain = 0 if found or not self._woken else min(self._vain + 1, 10)
+        self._woken = False
+        if self._vain > 1:
+            await asyncio.sleep(min(MOST_IN_VAIN, NAP * 2**self._vain))
 
     async def _declare(self) -> set[str]:
         self._declare_at = time.monotonic() + DECLARE * 0.8
