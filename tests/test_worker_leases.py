@@ -449,6 +449,8 @@ async def test_a_commit_whose_answer_was_lost_is_no_reason_to_run_again(dsn: str
             job = await transfer.aenqueue()
             await shop.until(lambda: job.id not in shop.worker.holding and shop.seen(JobBegan))
             assert wire.said[".conclude("] == 1
+            await shop.ended(job, state="completed")
+            assert not shop.seen(JobLost), "what is told is what happened"
     assert protocol.rows("select * from effects") == [{"attempt": 1}]
     assert protocol.state(job.id) == "completed"
 

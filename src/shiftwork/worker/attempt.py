@@ -269,6 +269,7 @@ class Attempts:
                 fate = self._fate(run, ending)
                 if not isinstance(fate, Outcome):
                     return fate
+                run.unsure = fate
                 await self.transactions.close_with(run, connection, fate)
                 return Written(fate)
             except BaseException as error:  # noqa: BLE001
@@ -279,6 +280,8 @@ class Attempts:
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""
+        if not isinstance(error, Unsure):
+            run.unsure = None
         match error:
             case FenceLost():
                 return After.DROPPED

@@ -153,7 +153,7 @@ class Leases:
         _answer(self._asked, False)
 
     async def _beat(self, sent: float) -> bool:
-        asked, self._asked = self._asked, []
+        asked = [self._asked.pop() for _ in range(len(self._asked))]  # whoever asks later waits for the next
         answered, worker = (
             self.answered,
             self.worker,

@@ -111,6 +111,9 @@ class Run(msgspec.Struct, eq=False):
     done: Any = None
     """The outcome, if it is written already."""
 
+    unsure: Any = None
+    """The outcome whose commit had no answer."""
+
     context: Any = None
     jobs: list[NewJob[Any]] | None = None
     """To be enqueued with its completion."""

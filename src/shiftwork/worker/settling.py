@@ -148,8 +148,8 @@ class Settling:
                     await self._give_back()
                     await self._settle()
                     await self._report()
-            except ShiftworkError as error:
-                self._trouble(error)
+            except Exception as raised:  # noqa: BLE001  -- whatever it is, what waits has to be written
+                self._trouble(raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised)))
                 if self._closing:
                     return
                 await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
@@ -163,9 +163,13 @@ class Settling:
 
     async def _settle(self) -> None:
         batch: list[Told] = []
+        jobs: set[int] = set()
         size = 0
         while self._outcomes and len(batch) < MOST_ROWS and size < MOST_BYTES:
+            if self._outcomes[0][0].id in jobs:
+                break  # another attempt of the same job, after an outage: answers go by the job
             told = self._outcomes.popleft()
+            jobs.add(told[0].id)
             size += len(told[2])
             batch.append(told)
         parts = _by_worker(batch, lambda told: told[0].worker)
@@ -269,6 +273,8 @@ class Settling:
         for run in runs:
             if (answer := answers.get(run.id, "lost")) == "busy":
                 self._give_back_later(BUSY, run)
+            elif answer == "lost" and run.unsure is not None:
+                self.put(run, run.unsure)  # it was committed, or is another's: the answer to this will tell
             else:
                 self._answered(run, None, answer)
 

@@ -55,7 +55,7 @@ LOCKED = 0.05
 
 EXPIRE_EVERY = 60.0
 THOROUGH_EVERY = 600.0
-STUBBORN = 5.0
+STUBBORN = 1.0
 """Seconds that handlers have for their cleaning up once they were told to stop at the end of the grace."""
 
 LAST = 1.0
@@ -192,6 +192,9 @@ class Worker:
         ends = self._ends_at()
         pause = PATIENCE[0]
         while self._stopping is None:
+            if ends is not None and time.monotonic() >= ends:
+                self.stop("its time is over")
+                break
             try:
                 if self._given_up:
                     await self._register()
@@ -212,8 +215,6 @@ class Worker:
                 self._trouble("claiming", error)
                 await self._wake_or(pause * random.uniform(0.75, 1.25))  # noqa: S311
                 pause = min(2 * pause, PATIENCE[1])
-            if ends is not None and time.monotonic() >= ends:
-                self.stop("its time is over")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """What this worker does until it is told to stop; then it need not wait for a database that does not answer."""
