@@ -41,8 +41,9 @@ def enqueue(bench: Bench) -> None:
     fill_floor(bench, 1)
     forms = {
         "enqueue()": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
-        "enqueue_many() of one, as the client calls it": (
-            """select * from shiftwork.enqueue_many('[{"task": "nothing", "payload": {"n": 1}, "queue": "default"}]');"""
+        "enqueue() with all options said, as the client calls it if any is": (
+            """select shiftwork.enqueue('nothing', '{"n": 1}', 'default', null, null, null, null, null,"""
+            """ null, null, null, null, null, null, null)::text;"""
         ),
     }
     bare = """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');"""

@@ -759,7 +759,7 @@ def nobody_gets_in(connection: Connection) -> Iterator[None]:
 
 
 def is_stuck(connection: Connection) -> bool:
-    return backends(connection, "wait_event_type = 'Lock' and query like '%%enqueue_many%%'") > 0
+    return backends(connection, "wait_event_type = 'Lock' and query like '%%enqueue%%'") > 0
 
 
 def test_a_line_cut_in_the_middle_leaves_open_whether_it_was_committed(
@@ -945,7 +945,7 @@ def test_a_schema_that_is_not_there_says_what_to_run(empty_dsn: str) -> None:
 def test_a_schema_that_lacks_a_verb_says_what_to_run(app: App, connection: Connection) -> None:
     connection.execute("drop function shiftwork.enqueue_many(jsonb)")
     with pytest.raises(SchemaTooOld, match="shiftwork migrate"):
-        declare(app).greet.enqueue("Ada")
+        declare(app).greet.using(unique="ada").enqueue("Ada")
 
 
 def test_two_schemas_live_in_one_database(dsn: str) -> None:

@@ -62,7 +62,6 @@ INNER = {
     "unheld_answer",
     "unsettled_answer",
     "wake",
-    "wake_on_insert",
     "why_lost",
     "will_pass",
 }

@@ -33,6 +33,9 @@ def register_task(protocol: Protocol) -> None:
 WAYS = {
     "batch": "select {}.enqueue_many(jsonb_build_array(jsonb_build_object('task', %s::text)))",
     "function": "select {}.enqueue(%s)",
+    "literal": "select {}.enqueue(%s, '{{}}')",
+    "null": "select {}.enqueue(%s, null)",
+    "document": "select {}.enqueue(%s, jsonb_build_object())",
     "insert": "insert into {}.jobs (task) values (%s)",
     "nulls": "insert into {}.jobs (task, queue, priority, max_attempts) values (%s, null, null, null)",
 }
@@ -199,7 +202,7 @@ def test_an_empty_batch_is_no_work(protocol: Protocol) -> None:
     assert protocol.enqueue_many([]) == []
 
 
-@pytest.mark.parametrize("way", ["batch", "keyed", "merged", "function", "insert"])
+@pytest.mark.parametrize("way", ["batch", "keyed", "merged", "function", "text", "insert"])
 def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(
     protocol: Protocol, way: str
 ) -> None:
@@ -217,6 +220,8 @@ def test_a_payload_that_is_too_large_is_refused_at_enqueue_and_only_there(
                 )
                 protocol.enqueue("t", payload, unique_key="k", unique_action="merge", merge="append")
             case "function":
+                protocol.rows("select {}.enqueue('t', %s::jsonb)", json.dumps(payload))
+            case "text":
                 protocol.rows("select {}.enqueue('t', %s)", json.dumps(payload))
             case _:
                 protocol.rows("insert into {}.jobs (task, payload) values ('t', %s)", json.dumps(payload))

@@ -81,10 +81,24 @@ def test_jobs_are_read_only_as_far_as_they_are_sent() -> None:
 
 
 def test_only_what_was_chosen_is_sent() -> None:
-    [statement] = [next(operations.enqueue(STORE, [a_job(b'{"n":1}', priority=-5, tags=["a"])]))]
+    chosen = a_job(b'{"n":1}', priority=-5, tags=["a"])
+    statement = next(operations.enqueue(STORE, [chosen, chosen]))
     assert isinstance(statement, Statement)
-    sent = msgspec.json.decode(statement.params[0])
-    assert sent == [{"task": "greet", "payload": {"n": 1}, "priority": -5, "tags": ["a"]}]
+    one = {"task": "greet", "payload": {"n": 1}, "priority": -5, "tags": ["a"]}
+    assert msgspec.json.decode(statement.params[0]) == [one, one]
+
+
+def test_one_job_is_sent_as_it_is_and_not_as_a_document() -> None:
+    plain = next(operations.enqueue(STORE, [a_job(b'{"n":1}')]))
+    assert isinstance(plain, Statement)
+    assert plain.params == ("greet", '{"n":1}')
+    chosen = next(operations.enqueue(STORE, [a_job(b'{"n":1}', queue="mail", delay=1.5, keep=3)]))
+    assert isinstance(chosen, Statement)
+    assert chosen.params == ("greet", '{"n":1}', "mail", None, None, None, None, 1.5, None, 3)
+    for option in ({"unique_key": "k"}, {"expires_in": 5.0}):
+        other = next(operations.enqueue(STORE, [a_job(b"{}", **option)]))
+        assert isinstance(other, Statement)
+        assert "enqueue_many" in other.text
 
 
 def test_statements_speak_of_the_schema_they_were_made_for() -> None:

@@ -76,6 +76,41 @@ def test_every_way_in_wakes_a_sleeper_with_the_name_of_the_queue(
     assert ear.news() == [("shiftwork_wake", "mail")]
 
 
+def test_the_queue_that_the_registry_names_is_woken(protocol: Protocol, ear: Listener) -> None:
+    # spec: SH-6, D-6
+    protocol.rows("insert into {}.tasks (name, queue) values ('t', 'mail')")
+    sleep(protocol)
+    ways: list[Any] = [
+        'select {}.enqueue_many(\'[{{"task": "t"}}]\')',
+        "select {}.enqueue('t')",
+        "select {}.enqueue('t', '{{}}')",
+        "insert into {}.jobs (task) values ('t')",
+    ]
+    for text in ways:
+        protocol.rows(text)
+        assert ear.news() == [("shiftwork_wake", "mail")]
+
+
+def test_a_row_that_says_when_it_was_made_comes_from_elsewhere_and_wakes_nobody(
+    protocol: Protocol, ear: Listener
+) -> None:
+    sleep(protocol)
+    protocol.rows(
+        "insert into {}.jobs (task, queue, priority, max_attempts, run_at, created_at) "
+        "values ('t', 'mail', 0, 5, now(), now())"
+    )
+    assert ear.news() == []
+
+
+def test_an_insert_of_many_rows_wakes_each_queue_once(protocol: Protocol, ear: Listener) -> None:
+    # spec: SH-6, D-6
+    sleep(protocol)
+    protocol.rows(
+        "insert into {}.jobs (task, queue) select 't', 'q' || n % 2 from generate_series(1, 100) as n"
+    )
+    assert sorted(ear.news()) == [("shiftwork_wake", "q0"), ("shiftwork_wake", "q1")]
+
+
 def test_a_statement_notifies_once_for_each_queue_and_once_for_many(
     protocol: Protocol, ear: Listener
 ) -> None:

@@ -112,7 +112,9 @@ async def test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_mi
 async def test_without_notifications_work_is_found_by_polling(app: App, notify: bool) -> None:
     # spec: SH-12, D-5, HO-11
     async with app, Workshop(app, poll=timedelta(milliseconds=100), notify=notify) as shop:
-        await shop.rows("drop trigger wake_on_insert on shiftwork.jobs")
+        await shop.rows(
+            "create or replace function shiftwork.wake(queues text[]) returns void language sql as 'select'"
+        )
         await shop.asleep()
         job = await app.find("work").aenqueue()
         await shop.ended(job, state="completed")

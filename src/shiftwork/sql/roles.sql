@@ -53,11 +53,9 @@ grant usage on schema shiftwork to shiftwork_producer, shiftwork_worker, shiftwo
 -- A producer enqueues, and sees nothing.
 grant execute on function
   shiftwork.enqueue(text, jsonb, text, int, timestamptz, timestamptz, int, text, interval, text[], int, text, text, interval, jsonb),
-  shiftwork.enqueue_many(jsonb), shiftwork.clock()
+  shiftwork.enqueue(text, text), shiftwork.enqueue_many(jsonb), shiftwork.clock()
   to shiftwork_producer, shiftwork_worker, shiftwork_operator;
 grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
-
-grant select on sequence shiftwork.asleep_until to shiftwork_producer;      -- the trigger's condition is evaluated as whoever inserts
 
 -- A viewer reads, and changes nothing.
 grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;

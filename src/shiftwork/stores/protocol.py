@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from shiftwork.database import Statement
-from shiftwork.job import State
+from shiftwork.job import NewJob, State
 from shiftwork.settings import check_schema
 
 # Times cross as seconds and documents as text, because no loader may fail on a row that somebody else wrote.
@@ -37,6 +37,13 @@ MATCHING = """
 PARTS = {"<job>": JOB, "<attempt>": ATTEMPT, "<matching>": MATCHING}
 
 ENQUEUE = "select ordinal, id, outcome from shiftwork.enqueue_many(%s::jsonb)"
+# One job. Every option is given, since the server takes longer to read defaults than to make the job; and the answer is a
+# record, "(1,created)", since taking it apart costs there as well.
+ENQUEUE_PLAIN = "select shiftwork.enqueue(%s, %s)::text as sent"
+ENQUEUE_ONE = """
+select shiftwork.enqueue(%s, %s, %s, %s::int, %s, %s, %s::int, null, make_interval(secs => %s), %s::text[], %s::int,
+                         null, null, null, null)::text as sent
+"""
 GET = "select <job> from shiftwork.look(%s::bigint[]) order by id"
 ATTEMPTS = "select <attempt> from shiftwork.attempts where job = any(%s::bigint[]) order by job, attempt"
 LIST = (
@@ -142,6 +149,23 @@ class Protocol:
     def enqueue(self, jobs: str) -> Statement:
         """Enqueue the jobs of one JSON array."""
         return self._statement(ENQUEUE, jobs)
+
+    def enqueue_one(self, job: NewJob[object]) -> Statement:
+        """Enqueue one job without a unique key, and with a deadline that is a time, if any."""
+        options = (
+            job.queue,
+            job.priority,
+            job.run_at,
+            job.expires_at,
+            job.max_attempts,
+            job.delay,
+            job.tags,
+            job.keep,
+        )
+        payload = bytes(job.payload).decode()
+        if all(option is None for option in options):
+            return self._statement(ENQUEUE_PLAIN, job.task, payload)
+        return self._statement(ENQUEUE_ONE, job.task, payload, *options)
 
     def get(self, ids: Sequence[int]) -> Statement:
         """The jobs with these ids, wherever they are in their life."""

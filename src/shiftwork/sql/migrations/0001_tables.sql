@@ -16,6 +16,7 @@ create domain shiftwork.task_name as text check (octet_length(value) between 1 a
 create domain shiftwork.queue_name as text check (octet_length(value) between 1 and 100);
 create domain shiftwork.unique_key as text check (octet_length(value) between 1 and 255);
 create domain shiftwork.counter as int check (value between 0 and 1000000000);
+create domain shiftwork.allowance as int check (value > 0);
 create domain shiftwork.instant as timestamptz check (value >= '0001-01-01 00:00+00' and value < '10000-01-01 00:00+00');
 create domain shiftwork.payload as jsonb check (jsonb_typeof(value) = 'object');
 create domain shiftwork.tags as text[] check (cardinality(value) <= 50);
@@ -29,7 +30,7 @@ create table shiftwork.jobs (
   attempt       shiftwork.counter not null default 0,
   failures      shiftwork.counter not null default 0,
   resets        shiftwork.counter not null default 0,
-  max_attempts  int not null,
+  max_attempts  shiftwork.allowance not null,
   expires_at    shiftwork.instant,
   claimed_at    timestamptz,
   started_at    timestamptz,
@@ -49,7 +50,6 @@ create table shiftwork.jobs (
 
   constraint state_fits check (
     state < 'completed' and (state >= 'running') = (claimed_at is not null and worker is not null)
-    and max_attempts > 0
   )
 ) with (
   fillfactor = 80,
@@ -74,6 +74,7 @@ create table shiftwork.history (
     state >= 'completed' and finished_at is not null and (state = 'completed') = (error is null)
   )
 ) partition by range (forget_on);
+alter table shiftwork.history alter max_attempts type int;        -- what is over may say anything: revive looks at it
 
 create index history_id on shiftwork.history (id);
 create index history_unique on shiftwork.history (task, unique_key, created_at) where unique_key is not null;
@@ -252,15 +253,9 @@ create sequence shiftwork.asleep_until minvalue 0 start 0;
 create sequence shiftwork.awaited_until minvalue 0 start 0;
 create sequence shiftwork.claims;
 
--- What a plain INSERT fires. The functions are written in the protocol, and re-created with it; here they only get their place,
+-- What a plain INSERT fires. The function is written in the protocol, and re-created with it; here it only gets its place,
 -- since a trigger cannot be made anew without stopping everybody who writes to the table.
 create function shiftwork.complete_insert() returns trigger language plpgsql as $$ begin return new; end $$;
-create function shiftwork.wake_on_insert() returns trigger language plpgsql as $$ begin return null; end $$;
 
 create trigger complete_insert before insert on shiftwork.jobs
   for each row when (new.created_at is null) execute function shiftwork.complete_insert();
-
-create trigger wake_on_insert after insert on shiftwork.jobs
-  referencing new table as fresh for each statement
-  when (pg_sequence_last_value('shiftwork.asleep_until') > extract(epoch from clock_timestamp()) * 1000)
-  execute function shiftwork.wake_on_insert();

@@ -16,8 +16,8 @@ begin
   end if;
 end $$;
 
--- A plain INSERT gives what it likes, and the rest comes from the registry. Rows that `enqueue` made are complete: only
--- they say when they were made.
+-- A plain INSERT gives what it likes, the rest comes from the registry, and sleepers are woken. Only rows that say when they
+-- were made are left alone: `enqueue` made them and does all of this by itself, or they come from elsewhere, as they are.
 create or replace function shiftwork.complete_insert() returns trigger
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
@@ -38,5 +38,8 @@ begin
     new.held_key := new.unique_key;
   end if;
   perform shiftwork.check_payload(new.task, new.payload);
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array[new.queue]);
+  end if;
   return new;
 end $$;

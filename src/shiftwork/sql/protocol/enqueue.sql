@@ -1,4 +1,5 @@
 -- Enqueue. Null means the task's registered value. A run_at that has passed counts as now: nobody jumps the queue.
+-- Sleepers are looked for only after the INSERT: whoever goes to sleep later than that sees that it was being made.
 
 -- Many jobs as one JSON array of objects; says what became of each, by its place in the array.
 create or replace function shiftwork.enqueue_many(jobs jsonb)
@@ -50,6 +51,12 @@ begin
     select fresh.id, row_number() over (order by fresh.id) as place from fresh        -- ids are given in the order of the rows
   )
   select coalesce(others[numbered.place], numbered.place)::int, numbered.id, 'created'::text from numbered;
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array(
+      select distinct coalesce(one ->> 'queue', known.queue, 'default')
+        from jsonb_array_elements(jobs) as one left join shiftwork.tasks as known on known.name = one ->> 'task'
+       where one ->> 'unique_key' is null limit 9));
+  end if;
   if not keyed then
     return;
   end if;
@@ -144,6 +151,7 @@ begin
     returning jobs.id into id;
     if found then
       outcome := 'created';
+      perform shiftwork.wake(array[fresh.queue]);
       return;
     end if;
 
@@ -162,7 +170,7 @@ begin
         continue;
       end if;
     else
-      select job.id, job.payload, job.queue, job.priority, job.max_attempts, job.tags into twin from shiftwork.jobs as job
+      select job.id, job.payload, job.queue, job.priority, job.max_attempts::int, job.tags into twin from shiftwork.jobs as job
        where job.task = fresh.task and job.held_key = fresh.unique_key;
     end if;
     exit when found;
@@ -226,6 +234,33 @@ begin
          coalesce(max_attempts, known.max_attempts, 5), due, present,
          case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state, expires_at, coalesce(tags, '{}'), keep
     from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-  returning jobs.id into id;
-  outcome := 'created';
+  returning jobs.id, 'created' into id, outcome;
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
+  end if;
+end $$;
+
+-- One job with no more than its payload, as most are: PostgreSQL comes here when the payload is a plain literal or a text.
+-- Reading the defaults of all the options above would take half as long again.
+create or replace function shiftwork.enqueue(task text, payload text, out id bigint, out outcome text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+#variable_conflict use_variable
+declare
+  present constant timestamptz := shiftwork.clock();
+begin
+  if octet_length(payload) > 8192 then
+    perform shiftwork.check_payload(task, payload::jsonb);
+  end if;
+  -- A constant out of an array has the type of its domain already, and is not checked again whenever a job is made.
+  insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
+                              attempt, failures, resets, expires_at, unique_key, tags)
+  select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, 'default'), coalesce(known.priority, 0),
+         coalesce(known.max_attempts, 5), present, present,
+         ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
+         ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
+    from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
+  returning jobs.id, 'created' into id, outcome;
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
+  end if;
 end $$;

@@ -51,6 +51,7 @@ begin
     before := before || jsonb_build_object(former.id, jsonb_build_object(
       'state', former.state, 'attempt', former.attempt, 'failures', former.failures, 'resets', former.resets, 'error', former.error));
   end loop;
+  perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(back) limit 9));
   perform shiftwork.note(actor, 'revive', jsonb_build_object('jobs', to_jsonb(ids)), before);
   return query
   select one, case when one = any(back) then 'revived' when one = any(refused) then 'refused'

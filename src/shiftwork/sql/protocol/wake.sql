@@ -3,7 +3,7 @@
 
 -- Is the time in this sequence still to come?
 create or replace function shiftwork.is_declared(until regclass) returns boolean language sql volatile
-as $$ select coalesce(pg_sequence_last_value(until), 0) > extract(epoch from clock_timestamp()) * 1000 $$;
+as $$ select coalesce(pg_sequence_last_value(until), 0) > date_part('epoch', clock_timestamp()) * 1000 $$;
 
 -- Raise the time in a sequence; never lower it.
 create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
@@ -56,13 +56,4 @@ create or replace function shiftwork.await_results(seconds double precision) ret
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 begin
   perform shiftwork.declare_until('shiftwork.awaited_until', seconds);
-end $$;
-
--- Every INSERT wakes, however it came about. The condition stands in the trigger, so that nothing is called while nobody
--- sleeps; sleep is a matter of the server's own time.
-create or replace function shiftwork.wake_on_insert() returns trigger
-language plpgsql security definer set search_path = shiftwork, pg_temp as $$
-begin
-  perform shiftwork.wake(array(select distinct fresh.queue::text from fresh limit 9));
-  return null;
 end $$;
