@@ -60,7 +60,7 @@ class Cursor:
         """Take in an answer: its report, and of each job its queue, priority, run_at in microseconds and id."""
         if began >= self.look_at:
             self.look_at = ended + min(max(LOOK_EVERY, LOOK_SHARE * (ended - began)), LOOK_AT_LAST)
-        if report["more"] and not report.get("taken"):
+        if report.get("more") and not report.get("taken"):
             self.look_at = max(self.look_at, ended + LOOK_EVERY)  # first to the end of what is not for us
         if (earliest := report.get("earliest")) is not None:
             self._go_back(earliest)
