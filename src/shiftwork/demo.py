@@ -65,7 +65,7 @@ def demo(many: int, keep: bool) -> None:
     """See two workers run a few thousand jobs, and one of them die, on a PostgreSQL that is gone afterwards."""
     try:
         with (
-            signals(end, signal.SIGTERM, signal.SIGHUP),
+            signals(end, *STOPPING),
             a_screen() as screen,
             server_of_its_own(screen, keep=keep) as room,
         ):
@@ -98,8 +98,15 @@ def holding_back(*which: int) -> Iterator[None]:
         signal.raise_signal(number)
 
 
+_heard: list[int] = []
+"""Signals that asked us to end. Python drops what a handler raises at some moments, in a finalizer for example."""
+
+
 def end(number: int, _: object) -> None:
     """Whoever asks us to end gets the same tidy end as with Ctrl-C."""
+    _heard.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + number)
 
 
@@ -485,6 +492,8 @@ class Demo:
     def watch_it(self, until: Callable[[Look], bool]) -> None:
         """Look on until something is so."""
         while True:
+            if _heard:
+                signal.raise_signal(_heard[0])
             begun = time.monotonic()
             look = self.look()
             self.screen.show(self, look)
