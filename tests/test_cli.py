@@ -23,7 +23,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from shiftwork import cli, embedded
-from shiftwork.cli.printing import clean
+from shiftwork.printable import clean
 from tests.harness import Protocol
 
 SHIFTWORK = [sys.executable, "-c", "from shiftwork.cli import main; main(prog_name='shiftwork')"]

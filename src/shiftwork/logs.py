@@ -15,17 +15,10 @@ import msgspec
 
 from shiftwork import events
 from shiftwork.events import Event
+from shiftwork.printable import clean
 from shiftwork.worker.run import current
 
 log = logging.getLogger("shiftwork.worker")
-
-
-def one_line(text: object) -> str:
-    """Text that cannot break out of its line, nor steer a terminal."""
-    line = str(text)
-    if line.isprintable():
-        return line
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 class Telling:
@@ -164,11 +157,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         run = current.get(None)
-        about = f"job {run.id} {one_line(run.name)}: " if run else ""
+        about = f"job {run.id} {clean(run.name)}: " if run else ""
         line = self.line(record.created, record.levelno, f"{about}{record.getMessage()}")
         if record.exc_info:
             trace = self.formatException(record.exc_info)
-            line += "".join(f"\n  {one_line(part)}" for part in trace.splitlines())
+            line += "".join(f"\n  {clean(part)}" for part in trace.splitlines())
         return line
 
     def line(self, at: float, level: int, words: str, _: Event | None = None) -> str:
@@ -176,9 +169,7 @@ class TextFormatter(logging.Formatter):
         second = int(at)
         if self._second[0] != second:
             self._second = (second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second)))
-        return (
-            f"{self._second[1]}.{int(at % 1 * 1000):03d} {logging.getLevelName(level):<7} {one_line(words)}"
-        )
+        return f"{self._second[1]}.{int(at % 1 * 1000):03d} {logging.getLevelName(level):<7} {clean(words)}"
 
 
 class JsonFormatter(logging.Formatter):

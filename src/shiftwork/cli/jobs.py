@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from shiftwork.cli.asking import NOT_SO, Refused, database_options, duration, json_option, opened, place
-from shiftwork.cli.printing import (
-    at,
-    clean,
-    document,
-    json_line,
-    print_fields,
-    print_json,
-    print_table,
-    shortened,
-)
+from shiftwork.cli.printing import at, document, json_line, print_fields, print_json, print_table, shortened
 from shiftwork.errors import InvalidArgument
+from shiftwork.printable import clean
 from shiftwork.settings import UNLIMITED, Settings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shiftwork.cli.asking import database_options, place
-from shiftwork.cli.printing import clean
+from shiftwork.printable import clean
 from shiftwork.settings import Settings
 
 if TYPE_CHECKING:

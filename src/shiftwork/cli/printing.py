@@ -15,18 +15,7 @@ from typing import Any
 
 import click
 
-
-def clean(text: object) -> str:
-    """A text on one line, with everything that does not simply print written as an escape."""
-    said = str(text)
-    if said.isprintable():
-        return said
-    return "".join(
-        letter
-        if letter.isprintable()
-        else letter.encode("unicode_escape", "backslashreplace").decode("ascii")
-        for letter in said
-    )
+from shiftwork.printable import clean
 
 
 def clean_lines(text: object) -> str:

@@ -10,8 +10,9 @@ import click
 
 from shiftwork import operations
 from shiftwork.cli.asking import NOT_SO, database_options, duration, json_option, opened, place
-from shiftwork.cli.printing import at, clean, print_json, print_table, shortened
+from shiftwork.cli.printing import at, print_json, print_table, shortened
 from shiftwork.job import State, check_name, moment
+from shiftwork.printable import clean
 from shiftwork.settings import UNLIMITED, Settings
 
 CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: it was not paused (resume)."
