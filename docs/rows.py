@@ -144,7 +144,7 @@ WORDS = {
     "D-2": "lost before its code began: nothing counts; after: a reset counts, and they are bounded",
     "D-3": "finished jobs are kept, for as long as their ending, queue and sender say; archiving is a choice",
     "D-5": "a worker is woken, and polls besides; it can be told to poll only",
-    "D-6": "a trigger notifies, so that a plain INSERT wakes workers too",
+    "D-6": "whoever enqueues notifies, and a trigger does for a plain INSERT",
     "D-7": "order is priority, due time, id; lower is sooner",
     "D-8": "whether, when and for which errors there is another attempt is a value; repeats on the spot are another",
     "D-9": "attempts, failures and resets are three counters and never mixed",

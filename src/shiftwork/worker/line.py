@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -15,6 +16,24 @@ from shiftwork.errors import DatabaseUnavailable, EmbeddedError
 from shiftwork.settings import Settings
 
 T = TypeVar("T")
+
+
+class Patience:
+    """How long to wait before something is tried again: twice as long each time, and not the same for everybody."""
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first = first
+        self._most = most
+        self._next = first
+
+    def __call__(self) -> float:
+        """Seconds until the next try."""
+        pause, self._next = self._next, min(2 * self._next, self._most)
+        return pause * random.uniform(0.75, 1.25)  # noqa: S311
+
+    def reset(self) -> None:
+        """It has worked: the next failure is a first one."""
+        self._next = self._first
 
 
 class Line:

@@ -93,9 +93,6 @@ class Run(msgspec.Struct, eq=False):
     heard: bool = False
     """Whether it was told to stop."""
 
-    told: int = 0
-    """How often its slot was cancelled on its account."""
-
     in_thread: bool = False
     """Whether a thread runs code of it, which may be so even after nobody waits for that any more."""
 

@@ -12,7 +12,6 @@ the outcome of its job.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
@@ -24,7 +23,7 @@ from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
 from shiftwork.outcome import Outcome
 from shiftwork.stores.protocol import Protocol
-from shiftwork.worker.line import Line
+from shiftwork.worker.line import Line, Patience
 from shiftwork.worker.run import Run
 
 MOST_ROWS = 1_000
@@ -136,7 +135,7 @@ class Settling:
         return not self.waiting
 
     async def _work(self) -> None:
-        pause = PATIENCE[0]
+        patience = Patience(*PATIENCE)
         while True:
             await self._something.wait()
             while self._more() and len(self._outcomes) < MOST_ROWS // 2:  # noqa: ASYNC110
@@ -152,12 +151,11 @@ class Settling:
                 self._trouble(raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised)))
                 if self._closing:
                     return
-                await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
-                pause = min(2 * pause, PATIENCE[1])
+                await asyncio.sleep(patience())
                 self._something.set()
             else:
                 self._trouble(None)
-                pause = PATIENCE[0]
+                patience.reset()
                 if self._closing:
                     return  # what was put off has had its time
 
@@ -173,26 +171,41 @@ class Settling:
             size += len(told[2])
             batch.append(told)
         parts = _by_worker(batch, lambda told: told[0].worker)
-        self._writing += len(batch)
+        await self._in_parts(parts, self._outcomes, self._write, self._unwritable)
+
+    async def _in_parts(
+        self,
+        parts: deque[list[T]],
+        waiting: deque[T],
+        write: Callable[[list[T]], Awaitable[None]],
+        alone: Callable[[T, ShiftworkError], None],
+    ) -> None:
+        """Write each part, halved until what cannot be written stands alone; what an outage leaves waits again."""
+        many = sum(map(len, parts))
+        self._writing += many
         try:
             while parts:
                 part = parts.popleft()
                 try:
-                    await self._write(part)
+                    await write(part)
                 except DatabaseUnavailable:
                     parts.appendleft(part)
                     raise
                 except ShiftworkError as error:
-                    if len(part) > 1:
-                        _halve(part, parts)
-                    elif _will_pass(error):
-                        self._put_off(PASSING, part)
+                    if len(part) == 1:
+                        alone(part[0], error)
                     else:
-                        [(run, outcome, _)] = part
-                        self._refused(run, outcome, str(error))
+                        middle = len(part) // 2
+                        parts.extendleft((part[middle:], part[:middle]))
         finally:
-            self._outcomes.extendleft(told for part in reversed(parts) for told in reversed(part))
-            self._writing -= len(batch)
+            waiting.extendleft(one for part in reversed(parts) for one in reversed(part))
+            self._writing -= many
+
+    def _unwritable(self, told: Told, error: ShiftworkError) -> None:
+        if _will_pass(error):
+            self._put_off(PASSING, [told])
+        else:
+            self._refused(told, str(error))
 
     async def _write(self, batch: list[Told]) -> None:
         """Outcomes of one worker: its fence is part of theirs."""
@@ -214,7 +227,7 @@ class Settling:
             if answer == "busy":
                 busy.append(told)
             elif answer == "refused":
-                self._refused(run, outcome, settled.problems.get(run.id, "the database refused it"))
+                self._refused(told, settled.problems.get(run.id, "the database refused it"))
             else:
                 if outcome.state is State.SCHEDULED and run.id in elsewhere:
                     # It would have come too late, or was to be cancelled.
@@ -223,13 +236,13 @@ class Settling:
         if busy:
             self._put_off(BUSY, busy)
 
-    def _refused(self, run: Run, outcome: Outcome, why: str) -> None:
+    def _refused(self, told: Told, why: str) -> None:
         """Written as failed if it was not that already; else tried again, rarely."""
+        run, outcome, _ = told
         self._answered(run, outcome, "refused")
         code = (outcome.error or {}).get("code")
         if code == "OUTCOME_REFUSED":
-            again = (run, outcome, operations.encode_outcome(outcome))
-            self._put_off(REFUSED, [again])
+            self._put_off(REFUSED, [told])
             return
         message = f"its outcome ({outcome.state}) could not be written: {why}"
         error = {"code": "OUTCOME_REFUSED", "message": message}
@@ -247,25 +260,12 @@ class Settling:
     async def _give_back(self) -> None:
         runs = [self._returns.popleft() for _ in range(min(len(self._returns), MOST_ROWS))]
         parts = _by_worker(runs, lambda run: run.worker)
-        self._writing += len(runs)
-        try:
-            while parts:
-                part = parts.popleft()
-                try:
-                    await self._release(part)
-                except DatabaseUnavailable:
-                    parts.appendleft(part)
-                    raise
-                except ShiftworkError as error:
-                    if len(part) > 1:
-                        _halve(part, parts)
-                        continue
-                    if not _will_pass(error):
-                        self._answered(part[0], None, "refused")
-                    self._give_back_later(PASSING if _will_pass(error) else REFUSED, part[0])
-        finally:
-            self._returns.extendleft(run for part in reversed(parts) for run in reversed(part))
-            self._writing -= len(runs)
+        await self._in_parts(parts, self._returns, self._release, self._unreleased)
+
+    def _unreleased(self, run: Run, error: ShiftworkError) -> None:
+        if not _will_pass(error):
+            self._answered(run, None, "refused")
+        self._give_back_later(PASSING if _will_pass(error) else REFUSED, run)
 
     async def _release(self, runs: list[Run]) -> None:
         held = [(run.id, run.attempt) for run in runs]
@@ -312,9 +312,7 @@ class Settling:
                     self._progress = dict(progress) | self._progress
                     raise
                 except ShiftworkError as error:
-                    self._trouble(
-                        error
-                    )  # what cannot be kept of it must not keep outcomes from being written
+                    self._trouble(error)  # and no reason to keep outcomes from being written
 
 
 def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]:
@@ -323,11 +321,6 @@ def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]
     for one in batch:
         parts.setdefault(worker(one), []).append(one)
     return deque(parts.values())
-
-
-def _halve(part: list[T], parts: deque[list[T]]) -> None:
-    middle = len(part) // 2
-    parts.extendleft((part[middle:], part[:middle]))
 
 
 def _will_pass(error: ShiftworkError) -> bool:

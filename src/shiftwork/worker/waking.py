@@ -22,6 +22,7 @@ from psycopg import AsyncConnection, sql
 from shiftwork.database import aconnect
 from shiftwork.errors import ShiftworkError
 from shiftwork.settings import Settings
+from shiftwork.worker.line import Patience
 
 PROVE_EVERY = 60.0
 PROVE_WITHIN = 5.0
@@ -84,7 +85,7 @@ class Listener:
         self._hang_up()
 
     async def _listen(self) -> None:
-        pause = CALL_AGAIN[0]
+        patience = Patience(*CALL_AGAIN)
         while True:
             try:
                 await self._call()
@@ -92,12 +93,11 @@ class Listener:
                 await self._hear()
             except (psycopg.Error, ShiftworkError, OSError) as error:
                 if self.proven:
-                    pause = CALL_AGAIN[0]
+                    patience.reset()
                 self._believe(False, error if isinstance(error, ShiftworkError) else None)
             finally:
                 self._hang_up()
-            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
-            pause = min(2 * pause, CALL_AGAIN[1])
+            await asyncio.sleep(patience())
 
     async def _call(self) -> None:
         self._connection = await aconnect(self._settings, self._settings.listen_dsn, name=self._name())

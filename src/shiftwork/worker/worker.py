@@ -10,10 +10,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from shiftwork import events, operations
-from shiftwork.database import Plan
 from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.events import Event, Subscriber
 from shiftwork.job import State
@@ -24,14 +23,12 @@ from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
-from shiftwork.worker.line import Line
+from shiftwork.worker.line import Line, Patience
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Slots
 from shiftwork.worker.transactions import Transactions
 from shiftwork.worker.waking import Listener, Wake
-
-T = TypeVar("T")
 
 BATCH = 500
 """Jobs in one claim at most: while they run, the next are claimed."""
@@ -190,7 +187,7 @@ class Worker:
 
     async def _loop(self) -> None:
         ends = self._ends_at()
-        pause = PATIENCE[0]
+        patience = Patience(*PATIENCE)
         while self._stopping is None:
             if ends is not None and time.monotonic() >= ends:
                 self.stop("its time is over")
@@ -201,20 +198,19 @@ class Worker:
                 if self._unanswered:
                     await self._reconcile()
                 if self._leases.lapsed:
-                    await self._wake_or(self._leases.seconds / 10)  # what is claimed now would soon be lost
+                    await self._wake.wait(self._leases.seconds / 10)  # what is claimed now would soon be lost
                     continue
                 idle = await self._fill()
                 if self._reap_due:
                     await self._reap()
                 if self._stopping is None and not self._is_done(idle):
                     await self._rest(idle, ends)
-                pause = PATIENCE[0]
+                patience.reset()
                 self._trouble("claiming", None)
             except DatabaseError as error:
                 self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
                 self._trouble("claiming", error)
-                await self._wake_or(pause * random.uniform(0.75, 1.25))  # noqa: S311
-                pause = min(2 * pause, PATIENCE[1])
+                await self._wake.wait(patience())
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """What this worker does until it is told to stop; then it need not wait for a database that does not answer."""
@@ -296,7 +292,7 @@ class Worker:
         half = min(lane.most, self._slots.many, BATCH) // 2
         until = time.monotonic() + NAP
         while min(self._room(), lane.left) < half and (left := until - time.monotonic()) > 0:
-            await self._wake_or(left)
+            await self._wake.wait(left)
 
     def _room(self) -> int:
         """How many jobs may be claimed now."""
@@ -382,7 +378,7 @@ class Worker:
 
     async def _reap(self, *, thorough: bool = False) -> None:
         self._reap_due = False
-        answers = await self._perform(operations.reap(self._store, self.id, thorough=thorough))
+        answers = await self._line.perform(operations.reap(self._store, self.id, thorough=thorough))
         if answers:
             self._publish(events.Reaped(answers))
             self._wake()
@@ -393,7 +389,7 @@ class Worker:
         if self._room() <= 0:
             self._hungry = True  # now a slot that is freed has to wake us
             crowded = self._settling.waiting >= UNWRITTEN
-            await self._wake_or(NAP if crowded else None if ends is None else ends - time.monotonic())
+            await self._wake.wait(NAP if crowded else None if ends is None else ends - time.monotonic())
         elif not idle:
             return
         elif self._rate > BRISK:
@@ -425,7 +421,7 @@ class Worker:
         await self._reached("asleep")
         while (left := until - time.monotonic()) > 0:
             step = min(left, pause if flying else self._declare_at - time.monotonic())
-            if await self._wake_or(step):
+            if await self._wake.wait(step):
                 self._woken = True
                 return
             if flying:
@@ -461,13 +457,10 @@ class Worker:
         now = time.monotonic()
         if now >= self._expire_at:
             self._expire_at = now + EXPIRE_EVERY
-            await self._perform(operations.expire(self._store))
+            await self._line.perform(operations.expire(self._store))
         if now >= self._thorough_at:
             self._thorough_at = now + THOROUGH_EVERY
             await self._reap(thorough=True)
-
-    async def _wake_or(self, seconds: float | None) -> bool:
-        return await self._wake.wait(seconds)
 
     def _count(self, taken: int) -> None:
         """How brisk it is: jobs a second, over tenths of a second."""
@@ -511,7 +504,6 @@ class Worker:
             run.heard = True
             self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
             if run.slot is not None and run.task is not None and run.task.is_async:
-                run.told += 1
                 run.slot.cancel(stop.value)
 
     def _take_pulse(self, pulse: Pulse, held: Held) -> None:
@@ -613,31 +605,30 @@ class Worker:
 
     async def _begin(self) -> None:
         """The schema is new enough, the tasks are in the registry, and we are known."""
-        pause = PATIENCE[0]
+        patience = Patience(*PATIENCE)
         while self._stopping is None:
             try:
-                await self._perform(operations.require(self._store))
-                await self._perform(
+                await self._line.perform(operations.require(self._store))
+                await self._line.perform(
                     operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
                 )
                 await self._register()
             except DatabaseUnavailable as error:
                 self._trouble("beginning", error)
-                await self._wake_or(pause * random.uniform(0.75, 1.25))  # noqa: S311
-                pause = min(2 * pause, PATIENCE[1])
+                await self._wake.wait(patience())
             else:
                 self._trouble("beginning", None)
                 return
 
     async def _register(self) -> None:
-        settings = self._settings
+        settings, host, pid = self._settings, socket.gethostname(), os.getpid()
         sent = through_suspend()
-        self.id = await self._perform(
+        self.id = await self._line.perform(
             operations.register(
                 self._store,
                 name=settings.name,
-                host=socket.gethostname(),
-                pid=os.getpid(),
+                host=host,
+                pid=pid,
                 queues=list(self._queues),
                 lease=settings.lease.total_seconds(),
                 details={"concurrency": settings.concurrency, "tasks": sorted(self._tasks)},
@@ -650,7 +641,7 @@ class Worker:
         self._publish(
             events.WorkerStarted(
                 self.id,
-                f"{settings.name}@{socket.gethostname()}:{os.getpid()}",
+                f"{settings.name}@{host}:{pid}",
                 tuple(self._queues),
                 tuple(sorted(self._tasks)),
                 settings.concurrency,
@@ -691,7 +682,7 @@ class Worker:
         until = time.monotonic() + seconds
         while self._slots.busy and (left := until - time.monotonic()) > 0:
             hurried = self._at_once
-            await self._wake_or(min(left, 0.2))
+            await self._wake.wait(min(left, 0.2))
             if self._at_once and not hurried:
                 return
 
@@ -707,9 +698,6 @@ class Worker:
         return not self._abandoned and not self._at_once
 
     # Small things.
-
-    async def _perform(self, plan: Plan[T]) -> T:
-        return await self._line.perform(plan)
 
     async def _reached(self, point: str) -> None:
         if self._at:
