@@ -183,6 +183,10 @@ WORDS = {
     "QU-17": "middleware wraps every attempt, the first outermost; it may change result and error",
     "QU-19": "a statement that fails, or an error after the end, takes the effects back, and is recorded all the same",
     "D-22": "claimed is what there are slots for; fetching ahead is a choice, and no limit is passed by it",
+    "HO-23": "what is done for all and fails three times, for good, is left to others, loudly; what passes does not count",
+    "HO-37": "a worker says every few seconds what it runs and costs; that is kept for some days",
+    "SG-32": "lost jobs can be taken back by a process that runs none",
+    "D-15": "one function takes lost jobs back; workers call it for each other, and so does a command",
     "SH-36": "a worker is drained by one signal: it ends what runs, and says so with its exit code",
 }
 

@@ -34,10 +34,12 @@ FUNCTION = re.compile(r"create or replace function shiftwork\.(\w+)")
 # What verbs call among themselves, and what only triggers call. Everything else is for workers and people.
 INNER = {
     "announce",
+    "attend",
     "check_payload",
     "complete_insert",
     "days_kept",
     "declare_until",
+    "duties_due",
     "end_sessions",
     "enqueue_unique",
     "failure",

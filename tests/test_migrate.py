@@ -200,7 +200,7 @@ def test_a_migrator_that_was_killed_at_any_step_is_resumed_by_the_next(
     monkeypatch.setattr(installing, "migrations", lambda: steps)
     whole = shape_of(empty, f"killed_{survivor}")
     resumed = {len(migrate(empty, f"killed_{number}")) for number in range(1, survivor)}
-    assert resumed == {1, 2, 3, 4}
+    assert resumed == set(range(1, len(steps) + 2))
     for number in range(1, survivor):
         assert shape_of(empty, f"killed_{number}") == whole
 

@@ -20,7 +20,7 @@ VERBS = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIG
 
 JOBS = {"jobs", "history", "attempts", "signals", "progress", "logs"}
 REGISTRY = {"tasks", "queues", "pauses", "settings", "schedules", "edges"}
-OTHER = {"workers", "audit", "moves", "migrations", "all_jobs"}
+OTHER = {"workers", "snapshots", "duties", "audit", "moves", "migrations", "all_jobs"}
 
 PRODUCING = {"enqueue", "enqueue_many", "clock"}
 VIEWING = {"clock", "look", "await_results"}
@@ -88,6 +88,10 @@ def allowed_on(role: str, table: str) -> set[str]:
             return reads | {"INSERT", "UPDATE", "DELETE"}
         case "worker" | "operator" if table == "workers":
             return reads | {"INSERT", "UPDATE"}
+        case "worker" | "operator" if table == "snapshots":
+            return reads | {"INSERT"}
+        case "worker" | "operator" if table == "duties":
+            return reads | {"UPDATE"}
         case "operator" if table in REGISTRY:
             return reads | {"INSERT", "UPDATE", "DELETE"}
     return reads
@@ -274,6 +278,16 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         assert worker.expire() == 1
         worker.rows("select {}.extend_history()")
         worker.rows("select {}.purge()")
+        worker.rows("select {}.forget_workers()")
+        other = worker.register()
+        worker.heartbeat(
+            other, state={"running": 0, "held": 0, "unwritten": 0, "jobs": 0}, duties=["expire", "purge"]
+        )
+        assert len(worker.rows("select {}.take_duties(%s, array['expire'])", other)) == 1
+        done = json.dumps({"worker": other, "duty": "expire", "did": 1})
+        assert worker.value("select {}.finish_duty(%s)", done)
+        assert viewer.value("select count(*) from {}.snapshots") == 1
+        assert viewer.value("select did from {}.duties where name = 'expire'") == 1
         worker.enqueue("child")
 
         assert operator.revive(ids[3]) == {ids[3]: "revived"}

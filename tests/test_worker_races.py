@@ -254,7 +254,8 @@ async def test_a_worker_never_reaps_itself(dsn: str, protocol: Protocol) -> None
         theirs = protocol.enqueue("elsewhere")
         protocol.claim(other)
         protocol.rows("update {}.workers set lease_until = 'epoch'")  # both have lapsed
-        await shop.worker._reap(thorough=True)
+        await shop.worker._reap()
+        assert protocol.reap(reaper=shop.worker.id, thorough=True) == {}
         assert protocol.state(theirs) == "ready"
         assert protocol.live(job.id)["worker"] == shop.worker.id
         latch.release()

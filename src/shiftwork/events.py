@@ -142,6 +142,30 @@ class DatabaseBack(Event, frozen=True):
     part: str
 
 
+class DutyDone(Event, frozen=True):
+    """This worker has done something for all."""
+
+    duty: str
+    did: int
+    seconds: float
+
+
+class DutyFailed(Event, frozen=True):
+    """It could not."""
+
+    duty: str
+    error: str
+    set_aside: bool
+    """Whether this process will not try it again."""
+
+
+class NotificationsPileUp(Event, frozen=True):
+    """The server's queue of notifications fills up, or does so no more: somebody listens and does not read."""
+
+    usage: float
+    over: bool = False
+
+
 class ListenerProven(Event, frozen=True):
     """Notifications arrive."""
 

@@ -118,6 +118,18 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
         case events.DatabaseBack(part):
             return logging.INFO, f"{part} goes on"
+        case events.DutyDone(duty, did, seconds):
+            return logging.INFO if did else logging.DEBUG, f"duty {duty} done in {_took(seconds)}: {did}"
+        case events.DutyFailed(duty, error, set_aside):
+            rest = "; this process will not try it again" if set_aside else ""
+            return logging.CRITICAL if set_aside else logging.ERROR, f"duty {duty} failed: {error}{rest}"
+        case events.NotificationsPileUp(usage, over):
+            if over:
+                return logging.INFO, f"the queue of notifications is read again ({usage:.0%} full)"
+            return logging.WARNING, (
+                f"the queue of notifications is {usage:.0%} full: a session listens and does not read, "
+                "for example inside a transaction; workers are not woken any more and find work by polling"
+            )
         case events.ListenerProven():
             return logging.DEBUG, "notifications arrive"
         case events.ListenerDeaf(error):

@@ -232,6 +232,12 @@ class Pulse:
     reap: bool
     """Whether another worker's lease has lapsed, and somebody has to reap."""
 
+    duties: list[str] = dataclasses.field(default_factory=list)
+    """What is due to be done for all, of what was asked about, and nobody else does."""
+
+    notifications: float = 0.0
+    """How full the server's queue of notifications is, from 0 to 1."""
+
 
 def require(store: Protocol) -> Plan[None]:
     """Refuse a schema whose protocol is older than ours; a newer one serves older programs."""
@@ -390,8 +396,10 @@ def heartbeat(
     answered: int = 0,
     since: int = 0,
     reconcile: bool = False,
+    state: Mapping[str, object] | None = None,
+    duties: Collection[str] = (),
 ) -> Plan[Pulse]:
-    """Renew a lease and learn what became of the jobs held."""
+    """Renew a lease and learn what became of the jobs held; `state` is kept as what the worker says of itself."""
     rows = yield store.heartbeat(
         {
             "worker": worker,
@@ -400,12 +408,23 @@ def heartbeat(
             "answered": answered,
             "since": since,
             "reconcile": reconcile,
+            "state": state,
+            "duties": tuple(duties),
         }
     )
     answer = msgspec.json.decode(rows[0]["answer"])
     asked = {one["id"]: one["reason"] for one in answer["cancel"]}
     why = {int(job): reason for job, reason in answer["why"].items()}
-    return Pulse(answer["alive"], answer["lost"], asked, answer["strays"], why, answer["reap"])
+    return Pulse(
+        answer["alive"],
+        answer["lost"],
+        asked,
+        answer["strays"],
+        why,
+        answer["reap"],
+        answer.get("duties", []),
+        answer.get("notifications", 0.0),
+    )
 
 
 def report(
@@ -460,6 +479,25 @@ def expire(store: Protocol, most: int = 1000) -> Plan[int]:
     return int(rows[0]["expired"])
 
 
+def take_duties(store: Protocol, worker: int, names: Sequence[str]) -> Plan[list[str]]:
+    """Take what is due of these duties, so that nobody else does the same."""
+    rows = yield store.take_duties(worker, names)
+    return [row["duty"] for row in rows]
+
+
+def finish_duty(store: Protocol, worker: int, duty: str, did: int | None, error: str | None) -> Plan[bool]:
+    """Say that a duty is done, or has failed; says whether it was this worker's."""
+    told = None if error is None else safe_text(error, MAX_MESSAGE)
+    rows = yield store.finish_duty({"worker": worker, "duty": duty, "did": did, "error": told})
+    return bool(rows[0]["finished"])
+
+
+def forget_workers(store: Protocol) -> Plan[int]:
+    """Forget workers that are gone, and what workers said of themselves; says how many rows went."""
+    rows = yield store.forget_workers()
+    return int(rows[0]["forgotten"])
+
+
 def fence(store: Protocol, job: int, attempt: int) -> Plan[None]:
     """Raise FenceLost unless this attempt holds its job, which it then keeps until the transaction ends."""
     yield store.fence(job, attempt)
@@ -511,6 +549,16 @@ def list_queues(store: Protocol) -> Plan[Rows]:
 def list_tasks(store: Protocol) -> Plan[Rows]:
     """Tasks: what is registered, their jobs, and whether they are paused."""
     return (yield store.tasks())
+
+
+def list_workers(store: Protocol, worker: int | None = None, *, gone: bool = False) -> Plan[Rows]:
+    """Workers: what they serve, hold and said of themselves last."""
+    return (yield store.workers(worker, gone=gone))
+
+
+def list_duties(store: Protocol) -> Plan[Rows]:
+    """What is done for all: when next, by whom, and how it went."""
+    return (yield store.duties())
 
 
 # What waiters ask.

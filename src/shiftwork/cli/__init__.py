@@ -14,12 +14,15 @@ import click
 COMMANDS = {
     "db": ("shiftwork.cli.db:db", "The PostgreSQL server that comes with shiftwork."),
     "demo": ("shiftwork.demo:demo", "See two workers run a few thousand jobs, and one of them die."),
+    "duties": ("shiftwork.cli.workers:duties", "List what some worker does for all."),
     "jobs": ("shiftwork.cli.jobs:jobs", "List, show, enqueue, cancel, revive and count jobs."),
     "migrate": ("shiftwork.cli.migrate:migrate", "Install the schema in a database, or bring it up to date."),
     "purge": ("shiftwork.cli.queues:purge", "Forget finished jobs that need not be kept any longer."),
+    "reap": ("shiftwork.cli.workers:reap", "Take jobs back from workers that fell silent."),
     "queues": ("shiftwork.cli.queues:queues", "List, pause and resume queues; say how long jobs are kept."),
     "tasks": ("shiftwork.cli.queues:tasks", "List, pause and resume tasks."),
     "worker": ("shiftwork.cli.worker:worker", "Run jobs, until told to stop."),
+    "workers": ("shiftwork.cli.workers:workers", "List workers: which are alive, what they run and cost."),
 }
 """Where each command is, and what it does in a line: the list of commands imports none of them."""
 

@@ -66,6 +66,8 @@ grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork
 grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.attempts, shiftwork.signals, shiftwork.progress, shiftwork.logs
   to shiftwork_worker, shiftwork_operator;
 grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
+grant insert on shiftwork.snapshots to shiftwork_worker, shiftwork_operator;
+grant update on shiftwork.duties to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
   shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
@@ -77,7 +79,9 @@ grant execute on function
   shiftwork.finish_together(bigint[], shiftwork.job_state, jsonb), shiftwork.will_pass(text),
   shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
   shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
-  shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int)
+  shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int),
+  shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
+  shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz)
   to shiftwork_worker, shiftwork_operator;
 
 -- An operator steers: what a worker may, and cancelling, reviving, pausing, retention and the registry.

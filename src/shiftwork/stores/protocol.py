@@ -87,6 +87,9 @@ DECLARE_TASKS = "select shiftwork.declare_tasks(%s::jsonb) as written"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
+TAKE_DUTIES = "select duty from shiftwork.take_duties(%s::bigint, %s::text[]) as duty"
+FINISH_DUTY = "select shiftwork.finish_duty(%s::jsonb) as finished"
+FORGET_WORKERS = "select shiftwork.forget_workers() as forgotten"
 OPEN_TRANSACTION = (
     "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
 )
@@ -122,6 +125,35 @@ QUEUES = KNOWN.replace("<kind>", "queue").replace(
 TASKS = KNOWN.replace("<kind>", "task").replace(
     "<said>", "known.queue, known.priority, known.max_attempts, known.description"
 )
+# Each with what it said of itself last, and with the jobs that it holds, the oldest first.
+WORKERS = """
+select worker.id, worker.label, worker.name, worker.host, worker.pid, worker.queues, worker.details,
+       case when worker.gone_at is not null then 'gone' when worker.lease_until <= shiftwork.clock() then 'lapsed'
+            when paused.name is not null then 'paused' else 'alive' end as state,
+       extract(epoch from paused.until)::text as paused_until,
+       extract(epoch from worker.started_at)::text as started_at, extract(epoch from worker.seen_at)::text as seen_at,
+       extract(epoch from worker.lease_until)::text as lease_until, extract(epoch from worker.gone_at)::text as gone_at,
+       last.running, last.held, last.unwritten, last.jobs, last.memory, last.cpu, coalesce(holding.jobs, '[]') as holding
+  from shiftwork.workers as worker
+  left join lateral (
+    select said.* from shiftwork.snapshots as said where said.worker = worker.id order by said.at desc limit 1) as last on true
+  left join lateral (
+    select jsonb_agg(jsonb_build_object('id', job.id, 'task', job.task, 'queue', job.queue, 'attempt', job.attempt,
+                                        'started_at', extract(epoch from job.started_at)) order by job.claimed_at, job.id) as jobs
+      from (select theirs.* from shiftwork.jobs as theirs
+             where theirs.state = 'running' and theirs.worker = worker.id order by theirs.claim limit 100) as job
+  ) as holding on worker.gone_at is null
+  left join shiftwork.pauses as paused on paused.kind = 'worker' and paused.name = worker.id::text
+    and (paused.until is null or paused.until > shiftwork.clock())
+ where (worker.gone_at is null or %s::boolean) and (%s::bigint is null or worker.id = %s)
+ order by worker.gone_at is not null, worker.id
+"""
+DUTIES = """
+select duty.name, extract(epoch from duty.every)::float as every, extract(epoch from duty.due_at)::text as due_at,
+       duty.worker, extract(epoch from duty.taken_at)::text as taken_at, extract(epoch from duty.ended_at)::text as ended_at,
+       duty.seconds, duty.did, duty.error
+  from shiftwork.duties as duty order by duty.name
+"""
 INSTALLED = "select (value ->> 'version')::int as protocol from shiftwork.settings where name = 'protocol'"
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
 
@@ -265,6 +297,18 @@ class Protocol:
         """End jobs that nobody started in time."""
         return self._statement(EXPIRE, most)
 
+    def take_duties(self, worker: int, names: Sequence[str]) -> Statement:
+        """Take those of these duties that are due and that nobody else has."""
+        return self._statement(TAKE_DUTIES, worker, list(names))
+
+    def finish_duty(self, request: Mapping[str, object]) -> Statement:
+        """Say that a duty is done, or has failed."""
+        return self._statement(FINISH_DUTY, _text(request))
+
+    def forget_workers(self) -> Statement:
+        """Forget workers that are gone, and what workers said of themselves, after some days."""
+        return self._statement(FORGET_WORKERS)
+
     def open_transaction(self, job: int, attempt: int) -> Statement:
         """Begin the transaction of a job, whose row stays locked until its end."""
         return self._statement(OPEN_TRANSACTION, job, attempt)
@@ -319,6 +363,14 @@ class Protocol:
     def tasks(self) -> Statement:
         """Tasks: what is registered, their jobs, and whether they are paused."""
         return self._look(TASKS)
+
+    def workers(self, worker: int | None, *, gone: bool) -> Statement:
+        """Workers: what they serve, hold and say of themselves; those that are gone too, if asked for."""
+        return self._look(WORKERS, gone, worker, worker)
+
+    def duties(self) -> Statement:
+        """What is done for all: when next, by whom, and how it went."""
+        return self._look(DUTIES)
 
     def installed(self) -> Statement:
         """Which protocol the schema has."""

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -28,6 +28,7 @@ from shiftwork.errors import DatabaseError, ShiftworkError
 from shiftwork.operations import Pulse
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.duties import DUTIES
 from shiftwork.worker.line import Line
 from shiftwork.worker.run import Run, Stop
 
@@ -60,6 +61,7 @@ class Leases:
         pulse: Callable[[Pulse, Held], None],
         lapse: Callable[[], None],
         silence: Callable[[ShiftworkError | None], None],
+        state: Callable[[], Mapping[str, object]],
         revive: Callable[[], None] | None = None,
     ) -> None:
         self.worker = 0
@@ -72,6 +74,7 @@ class Leases:
         self._pulse = pulse
         self._lapse = lapse
         self._silence = silence
+        self._state = state
         self._line = Line(settings, lambda: f"{settings.schema} {self.worker}", revive)
         self.lapsed = False
         """Whether it is too late to trust in the lease."""
@@ -167,6 +170,8 @@ class Leases:
             answered=answered,
             since=self._seen,
             reconcile=bool(asked),
+            state=self._state(),
+            duties=DUTIES,
         )
         # Until the handlers have to be told; once they were, as long as it takes to be back.
         late = self._renewed + self.seconds * TOO_LATE - sent

@@ -202,7 +202,7 @@ class Settling:
             self._writing -= many
 
     def _unwritable(self, told: Told, error: ShiftworkError) -> None:
-        if _will_pass(error):
+        if will_pass(error):
             self._put_off(PASSING, [told])
         else:
             self._refused(told, str(error))
@@ -263,9 +263,9 @@ class Settling:
         await self._in_parts(parts, self._returns, self._release, self._unreleased)
 
     def _unreleased(self, run: Run, error: ShiftworkError) -> None:
-        if not _will_pass(error):
+        if not will_pass(error):
             self._answered(run, None, "refused")
-        self._give_back_later(PASSING if _will_pass(error) else REFUSED, run)
+        self._give_back_later(PASSING if will_pass(error) else REFUSED, run)
 
     async def _release(self, runs: list[Run]) -> None:
         held = [(run.id, run.attempt) for run in runs]
@@ -323,6 +323,6 @@ def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]
     return deque(parts.values())
 
 
-def _will_pass(error: ShiftworkError) -> bool:
+def will_pass(error: ShiftworkError) -> bool:
     """Whether the same may be written another time: a deadlock, a lock or a statement that took too long."""
     return isinstance(error, DatabaseError) and (error.sqlstate or "")[:2] in ("25", "40", "55", "57")

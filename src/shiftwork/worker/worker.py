@@ -21,12 +21,14 @@ from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.attempt import At, Attempts, Middleware
+from shiftwork.worker.duties import Duties
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
 from shiftwork.worker.line import Line, Patience
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Slots
+from shiftwork.worker.state import described, memory
 from shiftwork.worker.transactions import Transactions
 from shiftwork.worker.waking import Listener, Wake
 
@@ -50,8 +52,9 @@ MOST_IN_VAIN = 0.2
 LOCKED = 0.05
 """Seconds until a job is looked for again that is due, and that somebody has locked."""
 
-EXPIRE_EVERY = 60.0
-THOROUGH_EVERY = 600.0
+FULL = 0.5
+"""How full the server's queue of notifications may be before it is worth a warning; from there on inserts keep silent."""
+
 STUBBORN = 1.0
 """Seconds that handlers have for their cleaning up once they were told to stop at the end of the grace."""
 
@@ -110,6 +113,9 @@ class Worker:
         """Whether all queues are looked through from their start, since nothing seems to be left."""
 
         self._reap_due = False
+        self._piling_up = False
+        """Whether the server's queue of notifications is about to be full."""
+
         self._given_up = False
         self._unanswered = False
         self._abandoned = 0
@@ -121,8 +127,6 @@ class Worker:
         self._watchful = False
         """Whether inserts have notified us since before we last looked."""
 
-        self._expire_at = 0.0
-        self._thorough_at = 0.0
         self._rate = 0.0
         self._window = (0.0, 0)
 
@@ -138,7 +142,15 @@ class Worker:
             pulse=self._take_pulse,
             lapse=self._lapse,
             silence=lambda error: self._trouble("lease", error),
+            state=self._state,
             revive=self._revive,
+        )
+        self._duties = Duties(
+            self._store,
+            Line(self._settings, lambda: f"{self._name()} duties", self._revive),
+            worker=lambda: self.id,
+            publish=self._publish,
+            trouble=lambda error: self._trouble("duties", error),
         )
         self._settling = Settling(
             self._store,
@@ -173,7 +185,7 @@ class Worker:
             if self.id:
                 async with self._settling, self._slots:
                     try:
-                        async with self._listener:
+                        async with self._listener, self._duties:
                             await self._unless_stopped(self._loop())
                     except asyncio.CancelledError as error:
                         cancelled = error
@@ -376,9 +388,9 @@ class Worker:
             else:
                 self._answered(run, None, answer)
 
-    async def _reap(self, *, thorough: bool = False) -> None:
+    async def _reap(self) -> None:
         self._reap_due = False
-        answers = await self._line.perform(operations.reap(self._store, self.id, thorough=thorough))
+        answers = await self._line.perform(operations.reap(self._store, self.id))
         if answers:
             self._publish(events.Reaped(answers))
             self._wake()
@@ -412,7 +424,6 @@ class Worker:
             if not idle or self._is_done(idle):
                 return
         self._watchful = False
-        await self._expire()
         now = time.monotonic()
         self._locked = min(2 * self._locked, 1.0) if self._due is not None and self._due <= 0 else LOCKED
         until = now + min(self._poll(), 3600 if self._due is None else max(self._due, self._locked))
@@ -452,15 +463,6 @@ class Worker:
         settings = self._settings
         poll = settings.poll if self._listener.proven else settings.poll_unproven
         return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
-
-    async def _expire(self) -> None:
-        now = time.monotonic()
-        if now >= self._expire_at:
-            self._expire_at = now + EXPIRE_EVERY
-            await self._line.perform(operations.expire(self._store))
-        if now >= self._thorough_at:
-            self._thorough_at = now + THOROUGH_EVERY
-            await self._reap(thorough=True)
 
     def _count(self, taken: int) -> None:
         """How brisk it is: jobs a second, over tenths of a second."""
@@ -523,6 +525,10 @@ class Worker:
         if pulse.reap:
             self._reap_due = True
             self._wake()
+        self._duties.tell(pulse.duties)
+        if (pulse.notifications > FULL) is not self._piling_up:
+            self._piling_up = not self._piling_up
+            self._publish(events.NotificationsPileUp(pulse.notifications, over=not self._piling_up))
 
     def _lost(self, run: Run | None, why: str) -> None:
         if run is None or self.holding.get(run.id) is not run:
@@ -631,7 +637,7 @@ class Worker:
                 pid=pid,
                 queues=list(self._queues),
                 lease=settings.lease.total_seconds(),
-                details={"concurrency": settings.concurrency, "tasks": sorted(self._tasks)},
+                details={**described(settings), "tasks": sorted(self._tasks)},
             )
         )
         await self._line.close()  # the next ones carry our name
@@ -706,6 +712,17 @@ class Worker:
     def _name(self) -> str:
         """What our sessions are called: the reaper finds by it those of a worker that is lost."""
         return f"{self._settings.schema} {self.id or 'worker'}"
+
+    def _state(self) -> Mapping[str, object]:
+        """What is kept with a heartbeat; asked for by its thread."""
+        return {
+            "running": len(self._slots.busy),
+            "held": len(self.holding),
+            "unwritten": self._settling.waiting,
+            "jobs": self.jobs,
+            "memory": memory(),
+            "cpu": time.process_time(),
+        }
 
     def _ends_at(self) -> float | None:
         longest = self._settings.max_time

@@ -49,7 +49,7 @@ end $$;
 
 -- Forget what may be forgotten: partitions of days that have come are dropped or, with `archive`, detached and kept as
 -- archive_<day>, with the jobs' attempts, logs and progress beside them. What lies in the default partition goes in
--- batches, and workers that have been gone for a week go too. Says how many partitions went and how many jobs.
+-- batches. Says how many partitions went and how many jobs.
 --
 -- Dropping needs all of history for a moment. That exclusive lock is taken before any on a partition, as everyone does who
 -- reads: so nobody waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
@@ -82,7 +82,6 @@ begin
     delete from shiftwork.progress as last using ended where last.job = ended.id
   )
   select count(*) into jobs from ended;
-  delete from shiftwork.workers as one where one.gone_at < shiftwork.clock() - interval '7 days';
 
   names := array(
     select child.relname

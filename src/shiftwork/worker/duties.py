@@ -1,0 +1,177 @@
+"""Duties: what one worker does for all.
+
+Every heartbeat says which duties are due and in nobody's hands; so a worker with nothing to do asks for nothing. Whoever
+hears of one takes it, in the database, for as long as it has its lease: when it dies, the next heartbeat of another tells
+of the duty again, and so it does to the holder itself, should an answer have been lost. Two may be at the same duty
+for a while after a lease has lapsed. Each of them can stand that, so nobody has to be sure.
+
+They are done on a connection of their own, which is there only meanwhile: what takes long delays nobody's jobs.
+
+A duty that fails is due again within a minute, for everybody. Whoever has failed at it three times in a row, for a
+reason that will not pass by itself, does not try it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from shiftwork import events, operations
+from shiftwork.database import Plan
+from shiftwork.errors import DatabaseUnavailable, ShiftworkError
+from shiftwork.events import Event
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.line import Line
+from shiftwork.worker.settling import will_pass
+
+TURNS = 100
+"""How often a duty that is done in parts goes on at once; what is then left waits for the next time."""
+
+STRIKES = 3
+"""Failures in a row after which this process leaves a duty to others."""
+
+Publish = Callable[[Event], None]
+Duty = Callable[[Protocol, int, Publish], Plan[int]]
+"""Says how much it did; gets the store, who does it, and where to tell of what happens."""
+
+
+def expire(store: Protocol, _: int, __: Publish) -> Plan[int]:
+    """End jobs that nobody started in time."""
+    return (yield from _in_parts(lambda: operations.expire(store), 1000))
+
+
+def reap(store: Protocol, worker: int, publish: Publish) -> Plan[int]:
+    """Find jobs whose worker has no row, or one that was given up; of other losses a heartbeat tells."""
+
+    def part() -> Plan[int]:
+        answers = yield from operations.reap(store, worker, thorough=True)
+        if answers:
+            publish(events.Reaped(answers))
+        return len(answers)
+
+    return (yield from _in_parts(part, 1000))
+
+
+def extend_history(store: Protocol, _: int, __: Publish) -> Plan[int]:
+    """Keep partitions of history ahead of time."""
+    return (yield from operations.extend_history(store))
+
+
+def purge(store: Protocol, _: int, __: Publish) -> Plan[int]:
+    """Forget finished jobs that need not be kept any longer."""
+
+    def part() -> Plan[int]:
+        _, jobs = yield from operations.purge(store)
+        return jobs
+
+    return (yield from _in_parts(part, 1))
+
+
+def forget_workers(store: Protocol, _: int, __: Publish) -> Plan[int]:
+    """Forget workers that are gone, and what workers said of themselves."""
+    return (yield from _in_parts(lambda: operations.forget_workers(store), 5000))
+
+
+DUTIES: Mapping[str, Duty] = {
+    "expire": expire,
+    "reap": reap,
+    "extend_history": extend_history,
+    "purge": purge,
+    "forget_workers": forget_workers,
+}
+"""By the names that they have in the table `duties`, which says how often each is done."""
+
+
+def _in_parts(part: Callable[[], Plan[int]], full: int) -> Plan[int]:
+    """Again and again, as long as each part was a full one; every part commits by itself."""
+    total = 0
+    for _ in range(TURNS):
+        did = yield from part()
+        total += did
+        if did < full:
+            break
+    return total
+
+
+class Duties:
+    """Does what is due, whenever it is told of something."""
+
+    def __init__(
+        self,
+        store: Protocol,
+        line: Line,
+        *,
+        worker: Callable[[], int],
+        publish: Publish,
+        trouble: Callable[[ShiftworkError | None], None],
+        duties: Mapping[str, Duty] = DUTIES,
+    ) -> None:
+        self._store = store
+        self._line = line
+        self._worker = worker
+        self._publish = publish
+        self._trouble = trouble
+        self._duties = duties
+        self._strikes = dict.fromkeys(duties, 0)
+        self._due: set[str] = set()
+        self._told = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def tell(self, due: Sequence[str]) -> None:
+        """These are due, as far as a heartbeat has seen."""
+        self._due = {name for name in due if self._strikes.get(name, STRIKES) < STRIKES}
+        if self._due:
+            self._told.set()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._live())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._line.drop()
+
+    async def _live(self) -> None:
+        while True:
+            await self._told.wait()
+            try:
+                await self._do_all()
+            except ShiftworkError as error:
+                self._trouble(error)  # what was taken stays ours, and the next heartbeat tells of it again
+            else:
+                self._trouble(None)
+            finally:
+                await self._line.close()
+            self._told.clear()
+
+    async def _do_all(self) -> None:
+        worker = self._worker()
+        taken = await self._line.perform(operations.take_duties(self._store, worker, sorted(self._due)))
+        for name in taken:
+            did, error = await self._do(name, worker)
+            await self._line.perform(operations.finish_duty(self._store, worker, name, did, error))
+
+    async def _do(self, name: str, worker: int) -> tuple[int | None, str | None]:
+        """How much was done, or why it could not be."""
+        began = time.perf_counter()
+        try:
+            did = await self._line.perform(self._duties[name](self._store, worker, self._publish))
+        except DatabaseUnavailable:
+            self._strikes[name] = 0
+            raise
+        except Exception as error:  # noqa: BLE001  -- one duty that cannot be done keeps nobody from the others
+            self._strikes[name] = 0 if _passes(error) else self._strikes[name] + 1
+            aside = self._strikes[name] >= STRIKES
+            self._publish(events.DutyFailed(name, str(error), aside))
+            return None, str(error)
+        self._strikes[name] = 0
+        self._publish(events.DutyDone(name, did, time.perf_counter() - began))
+        return did, None
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, ShiftworkError) and will_pass(error)

@@ -1,0 +1,337 @@
+"""Duties: what one worker does for all. Somebody does it, nobody has to be there for it, and nothing that goes wrong with it
+costs anybody a job or a lease."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from shiftwork import App
+from shiftwork.database import Plan, Statement
+from shiftwork.events import DutyDone, DutyFailed, NotificationsPileUp, Reaped, WorkerStarted
+from shiftwork.operations import Pulse
+from shiftwork.stores.protocol import Protocol as Store
+from shiftwork.worker import duties
+from shiftwork.worker.duties import DUTIES, Publish
+from tests.harness import Protocol
+from tests.workshop import Latch, Workshop
+
+SOON: dict[str, Any] = {"lease": timedelta(seconds=1)}
+"""Three heartbeats a second."""
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def app(dsn: str) -> App:
+    app = App(dsn)
+    app.task(name="idle")(_idle)
+    return app
+
+
+async def _idle() -> None: ...
+
+
+def duty(protocol: Protocol, name: str) -> Row:
+    [row] = protocol.rows("select * from {}.duties where name = %s", name)
+    return row
+
+
+def only(protocol: Protocol, *names: str) -> None:
+    """Let nothing but these be due."""
+    protocol.rows(
+        "update {}.duties set due_at = shiftwork.clock() + case when name = any(%s) then '0' else interval '1 day' end",
+        list(names),
+    )
+
+
+def told_of(protocol: Protocol, worker: int, *names: str) -> list[str]:
+    """The duties of which a heartbeat tells."""
+    found = protocol.heartbeat(worker, duties=names or sorted(DUTIES))["duties"]
+    assert isinstance(found, list)
+    return sorted(found)
+
+
+def take(protocol: Protocol, worker: int, *names: str) -> set[str]:
+    rows = protocol.rows("select * from {}.take_duties(%s, %s)", worker, list(names or DUTIES))
+    return {row["take_duties"] for row in rows}
+
+
+# Who does it.
+
+
+def test_a_duty_is_taken_by_one_worker_until_it_is_done(protocol: Protocol) -> None:
+    first, second = protocol.register(), protocol.register()
+    assert told_of(protocol, first) == told_of(protocol, second) == sorted(DUTIES)
+    assert take(protocol, first, "expire", "purge") == {"expire", "purge"}
+    assert take(protocol, second, "expire", "purge", "reap") == {"reap"}
+    assert told_of(protocol, second, "expire", "purge", "reap") == ["reap"], (
+        "its own, should it have forgotten"
+    )
+
+    done = {"worker": first, "duty": "expire", "did": 3}
+    assert protocol.value("select {}.finish_duty(%s)", json.dumps(done)) is True
+    row = duty(protocol, "expire")
+    assert (row["worker"], row["did"], row["error"]) == (None, 3, None)
+    assert row["due_at"] - row["ended_at"] == row["every"] == timedelta(minutes=1)
+    assert told_of(protocol, second) == ["extend_history", "forget_workers", "reap"]
+    protocol.shift_clock(timedelta(minutes=2))
+    protocol.rows("update {}.workers set lease_until = lease_until + interval '2 minutes'")
+    assert take(protocol, second, "expire") == {"expire"}
+    assert protocol.value("select {}.finish_duty(%s)", json.dumps(done)) is False, "not its own"
+
+
+def test_whoever_loses_its_lease_loses_its_duties_by_the_clock_of_the_database(protocol: Protocol) -> None:
+    # spec: D-26
+    first, second = protocol.register(lease=30), protocol.register(lease=3600)
+    assert take(protocol, first, "purge") == {"purge"}
+    assert take(protocol, second, "purge") == set()
+    protocol.shift_clock(timedelta(seconds=31))
+    assert told_of(protocol, second, "purge") == ["purge"]
+    assert take(protocol, second, "purge") == {"purge"}
+    assert take(protocol, first, "expire") == set(), "who has no lease takes nothing"
+
+
+def test_a_heartbeat_tells_of_what_it_is_asked_about_and_of_nothing_else(protocol: Protocol) -> None:
+    worker = protocol.register()
+    assert "duties" not in protocol.heartbeat(worker)
+    assert told_of(protocol, worker, "purge", "of another release") == ["purge"]
+    only(protocol)
+    assert told_of(protocol, worker) == []
+
+
+def test_a_heartbeat_renews_whatever_the_worker_says_of_itself(protocol: Protocol) -> None:
+    worker = protocol.register(lease=1)
+    assert protocol.heartbeat(worker, lease=3600, state={"running": "many"}, duties=["expire"])["alive"]
+    left = protocol.value("select lease_until - shiftwork.clock() from {}.workers where id = %s", worker)
+    assert left > timedelta(minutes=59)
+
+
+def test_the_worker_does_every_duty_that_the_table_has(protocol: Protocol) -> None:
+    assert {row["name"] for row in protocol.rows("select name from {}.duties")} == set(DUTIES)
+
+
+# What is done.
+
+
+async def test_a_worker_does_for_all_what_is_due(app: App, protocol: Protocol) -> None:
+    # spec: SH-31, HO-38, D-3
+    late = [protocol.enqueue("idle", queue="nobody", expires_in=0) for _ in range(3)]
+    old = protocol.enqueue("idle", queue="nobody", keep=0)
+    protocol.cancel(old)
+    orphan = protocol.enqueue("idle", queue="orphans")
+    gone = protocol.register()
+    protocol.claim(gone, "orphans")
+    protocol.rows("delete from {}.workers where id = %s", gone)
+    long_gone = protocol.register()
+    protocol.rows("update {}.workers set gone_at = shiftwork.clock() where id = %s", long_gone)
+    protocol.shift_clock(timedelta(days=8))
+
+    async with app, Workshop(app, **SOON) as shop:
+        for name in DUTIES:
+            await shop.event(DutyDone, duty=name)
+        assert {protocol.state(job) for job in late} == {"expired"}
+        assert protocol.rows("select 1 from {}.all_jobs where id = %s", old) == []
+        assert protocol.state(orphan) == "ready"
+        assert shop.seen(Reaped)[0].jobs == {orphan: "ready"}
+        assert protocol.rows("select 1 from {}.workers where id = %s", long_gone) == []
+        ahead = protocol.value(
+            "select to_regclass(format('shiftwork.history_%s', to_char({}.today() + 39, 'YYYY_MM_DD')))"
+        )
+        assert ahead is not None
+        for name in DUTIES:
+            assert duty(protocol, name)["error"] is None
+            assert duty(protocol, name)["worker"] is None
+
+
+async def test_duties_are_done_by_a_worker_that_has_no_slot_to_spare(app: App, protocol: Protocol) -> None:
+    latch = Latch()
+
+    @app.task
+    async def work() -> None:
+        await latch.hold()
+
+    async with app, Workshop(app, concurrency=1, **SOON) as shop:
+        await work.aenqueue()
+        await latch.reached()
+        late = protocol.enqueue("idle", queue="nobody", expires_in=0)
+        only(protocol, "expire")
+        await shop.found(lambda: shop.rows("select 1 from shiftwork.history where id = %s", late))
+        latch.release()
+
+
+async def test_the_death_of_whoever_does_it_is_survived(app: App, protocol: Protocol) -> None:
+    # spec: D-15
+    victim = protocol.register(lease=3600)
+    assert take(protocol, victim) == set(DUTIES)
+    async with app, Workshop(app, **SOON) as shop:
+        await shop.event(WorkerStarted)
+        await shop.worker._leases.reconcile()
+        assert not shop.seen(DutyDone)
+        protocol.lapse(victim)
+        for name in DUTIES:
+            await shop.event(DutyDone, duty=name)
+
+
+async def test_one_row_that_cannot_be_written_does_not_stop_a_sweep(app: App, protocol: Protocol) -> None:
+    # fault: F29
+    jobs = [protocol.enqueue("idle", queue="nobody", expires_in=0) for _ in range(5)]
+    protocol.connection.execute(
+        "create function public.refuse() returns trigger language plpgsql as "
+        "$$ begin raise exception 'not this one'; end $$;"
+        "create trigger refuse before insert on shiftwork.history for each row "
+        f"when (new.id = {jobs[2]}) execute function public.refuse()".encode()
+    )
+    async with app, Workshop(app, **SOON) as shop:
+        done = await shop.event(DutyDone, duty="expire")
+        assert done.did == 4
+        assert [protocol.state(job) for job in jobs] == ["expired", "expired", "ready", "expired", "expired"]
+
+
+async def test_what_takes_long_keeps_nobody_from_running_jobs_nor_the_worker_from_stopping(
+    app: App, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(_: Store, __: int, ___: Publish) -> Plan[int]:
+        yield Statement("select pg_sleep(600)")
+        return 0
+
+    monkeypatch.setitem(duties.DUTIES, "expire", endless)
+    only(protocol, "expire")
+    async with app, Workshop(app, **SOON) as shop:
+        await shop.found(lambda: shop.rows("select 1 from shiftwork.duties where worker is not null"))
+        assert duty(protocol, "expire")["worker"] == shop.worker.id
+        await shop.ended(await app.find("idle").aenqueue())
+        shop.worker.stop()
+        assert await shop.stopped()
+    asleep = (
+        "select 1 from pg_stat_activity where datname = current_database() and query like '%pg_sleep(600)%'"
+    )
+    assert len(protocol.rows(asleep)) == 1, "what it asked for is ended as well"
+    successor = protocol.register()
+    assert take(protocol, successor, "expire") == {"expire"}, "the others need not wait for a lease"
+
+
+# What goes wrong.
+
+
+def _raising(*codes: str) -> Any:
+    """A duty that fails with each of these, and then no more."""
+    left = list(codes)
+
+    def broken(_: Store, __: int, ___: Publish) -> Plan[int]:
+        if left:
+            code = left.pop(0)
+            yield Statement(f"do $$ begin raise exception 'broken' using errcode = '{code}'; end $$")
+        return 7
+
+    return broken
+
+
+async def fail(shop: Workshop, protocol: Protocol, times: int) -> DutyFailed:
+    """Have `expire` fail so many times in all; each time it is due again within a minute."""
+    failed = await shop.event(DutyFailed, times)
+
+    def given_back() -> bool:
+        row = duty(protocol, "expire")
+        return row["worker"] is None and row["error"] == failed.error
+
+    while not given_back():
+        await shop.found(lambda: shop.rows("select 1"))
+    row = duty(protocol, "expire")
+    assert row["due_at"] - row["ended_at"] == timedelta(minutes=1)
+    only(protocol, "expire")
+    return failed
+
+
+async def test_whoever_cannot_do_a_duty_leaves_it_to_others_after_three_failures(
+    app: App, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-23
+    monkeypatch.setitem(duties.DUTIES, "expire", _raising(*["22012"] * 4))
+    only(protocol, "expire")
+    async with app, Workshop(app, **SOON) as shop:
+        asides = [(await fail(shop, protocol, times)).set_aside for times in (1, 2, 3)]
+        assert asides == [False, False, True]
+        only(protocol, "expire", "purge")
+        await shop.event(DutyDone, duty="purge")
+        assert len(shop.seen(DutyFailed)) == 3
+        assert duty(protocol, "expire")["worker"] is None, "others may try"
+
+
+async def test_failures_that_pass_by_themselves_do_not_count(
+    app: App, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-23
+    codes = ["22012", "22012", "40P01", "22012", "22012"]
+    monkeypatch.setitem(duties.DUTIES, "expire", _raising(*codes))
+    only(protocol, "expire")
+    async with app, Workshop(app, **SOON) as shop:
+        for times in range(1, 6):
+            assert not (await fail(shop, protocol, times)).set_aside
+        assert (await shop.event(DutyDone, duty="expire")).did == 7
+
+
+async def test_a_queue_of_notifications_that_fills_up_is_told_of_once(app: App) -> None:
+    # fault: F35
+    async with app, Workshop(app) as shop:
+        await shop.event(WorkerStarted)
+        for usage in (0.4, 0.6, 0.7, 0.3):
+            shop.worker._take_pulse(Pulse(True, [], {}, [], {}, False, [], usage), {})
+        seen = shop.seen(NotificationsPileUp)
+        assert [(event.usage, event.over) for event in seen] == [(0.6, False), (0.3, True)]
+
+
+# What workers say of themselves.
+
+
+async def test_a_worker_says_with_its_heartbeats_what_it_does_and_costs(app: App, protocol: Protocol) -> None:
+    # spec: HO-37
+    latch = Latch()
+
+    @app.task
+    async def work() -> None:
+        await latch.hold()
+
+    async with app, Workshop(app, concurrency=2, prefetch=1) as shop:
+        for _ in range(3):
+            await work.aenqueue()
+        await latch.reached(2)
+        await shop.until(lambda: len(shop.worker.holding) == 3)
+        await shop.worker._leases.reconcile()
+        [said] = protocol.rows("select * from {}.snapshots")
+        assert (said["worker"], said["running"], said["held"], said["unwritten"], said["jobs"]) == (
+            shop.worker.id,
+            2,
+            3,
+            0,
+            3,
+        )
+        assert said["memory"] > 10_000_000
+        assert said["cpu"] > 0
+        await shop.worker._leases.reconcile()
+        assert len(protocol.rows("select 1 from {}.snapshots")) == 1, "every five seconds at most"
+        details = protocol.value("select details from {}.workers where id = %s", shop.worker.id)
+        assert (details["concurrency"], details["prefetch"], details["lease"]) == (2, 1, 30)
+        assert set(details["tasks"]) == {"idle", "work"}
+        latch.release()
+
+
+def test_what_workers_said_is_kept_for_some_days_or_not_at_all(protocol: Protocol) -> None:
+    # spec: HO-37, HO-38
+    state = {"running": 1, "held": 2, "unwritten": 0, "jobs": 5}
+    worker = protocol.register(lease=86400)
+    protocol.heartbeat(worker, lease=86400, state=state)
+    protocol.shift_clock(timedelta(seconds=6))
+    protocol.heartbeat(worker, lease=86400, state=state)
+    assert len(protocol.rows("select 1 from {}.snapshots")) == 2
+    assert protocol.value("select {}.forget_workers()") == 0
+    protocol.shift_clock(timedelta(days=7, seconds=3))
+    assert protocol.value("select {}.forget_workers()") == 1
+    protocol.rows("update {}.settings set value = '0' where name = 'keep_workers'")
+    assert protocol.value("select {}.forget_workers()") == 1
+    protocol.heartbeat(worker, lease=86400, state=state)
+    assert protocol.rows("select 1 from {}.snapshots") == []
+    assert len(protocol.rows("select 1 from {}.workers")) == 1, "it is not gone"
