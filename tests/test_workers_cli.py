@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.harness import Protocol
 from tests.test_cli import HOSTILE, SHIFTWORK, answer, told
@@ -96,7 +96,7 @@ def test_whoever_may_only_look_sees_workers_and_duties(installed: Installation) 
     with installed.acting("worker") as worker:
         worker.heartbeat(worker.register(), state=STATE)
     options = f"-c role={installed.schema}_viewer"
-    dsn = psycopg.conninfo.make_conninfo(installed.dsn, options=options)
+    dsn = make_conninfo(installed.dsn, options=options)
     [one] = answer("workers", "--schema", installed.schema, dsn=dsn)
     assert one["jobs"] == 41
     assert len(answer("duties", "--schema", installed.schema, dsn=dsn)) == 5
