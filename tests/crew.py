@@ -263,7 +263,7 @@ async def _work() -> bool:
     worker = await app.worker()
     point = os.environ["CREW_DIE_AT"]
 
-    async def die(reached: str) -> None:
+    def die(reached: str) -> None:
         if reached == point and (worker.jobs or (reached == "claimed" and _something_runs())):
             os.kill(os.getpid(), signal.SIGKILL)
 

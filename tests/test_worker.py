@@ -626,7 +626,7 @@ async def test_time_limits_of_jobs_that_have_ended_are_forgotten(app: App) -> No
     async with app, Workshop(app, concurrency=50) as shop:
         jobs = await app.aenqueue_many(work.job() for _ in range(3000))
         await shop.ended(*jobs)
-        deadlines = shop.worker._slots._attempt.__self__._deadlines  # type: ignore[attr-defined]
+        deadlines = shop.worker._slots._begin.__self__._deadlines  # type: ignore[attr-defined]
         assert len(deadlines._heap) <= 1100
 
 

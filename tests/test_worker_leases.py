@@ -97,9 +97,11 @@ async def test_threads_that_burn_the_processor_do_not_either(dsn: str, protocol:
 
     async with app, Workshop(app, concurrency=4, lease=timedelta(seconds=3)) as shop:
         jobs = [await burn.aenqueue() for _ in range(4)]
-        await shop.event(JobBegan, times=4)
-        await asyncio.to_thread(seen_beats, dsn, 4)
-        enough.set()
+        try:
+            await shop.event(JobBegan, times=4)
+            await asyncio.to_thread(seen_beats, dsn, 4)
+        finally:
+            enough.set()  # or they burn on while other tests run
         await shop.ended(*jobs, state="completed")
         assert not shop.seen(LeaseLapsing)
     assert never_late(protocol, 3)

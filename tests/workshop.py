@@ -52,6 +52,11 @@ class Gate:
         """Wait until somebody has come here, so many times."""
         await self._shop.until(lambda: self.visits >= times, f"{self.point} is reached")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may pass."""
+        return self._opened.is_set()
+
     def open(self) -> None:
         """Let everybody pass, from now on."""
         self._opened.set()
@@ -61,7 +66,6 @@ class Gate:
         self._opened.clear()
 
     async def pass_through(self) -> None:
-        self.visits += 1
         self.waiting += 1
         self._shop.stir()
         try:
@@ -277,13 +281,14 @@ class Workshop:
         self.events.append(event)
         self.stir()
 
-    async def _reached(self, point: str) -> None:
+    def _reached(self, point: str) -> Awaitable[None] | None:
         self.points[point] += 1
         if point in LOOP:
             self._last_point = point
-        self.stir()
         if gate := self._gates.get(point):
-            await gate.pass_through()
+            gate.visits += 1
+        self.stir()
+        return None if gate is None or gate.is_open else gate.pass_through()
 
     def _seen(self, *, ended: bool = False) -> str:
         if self._running.done() and not ended:

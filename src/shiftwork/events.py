@@ -177,3 +177,4 @@ class ListenerDeaf(Event, frozen=True):
 
 
 Subscriber = Callable[[Event], None]
+"""Is called with every event. One that has a method `wants(kind)` may so decline events that are not worth making."""

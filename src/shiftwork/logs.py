@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 import msgspec
@@ -28,19 +27,20 @@ class Telling:
         self._logger = logger
         self._stream = _sole_stream(logger)
 
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether an event of this kind may become a line; those of every job are many, and not even made in vain."""
+        return kind is not events.JobBegan or self._logger.isEnabledFor(logging.DEBUG)
+
     def __call__(self, event: Event) -> None:
-        logger = self._logger
-        if isinstance(event, _USUAL) and not logger.isEnabledFor(_level(event)):
-            return  # nothing is put into words that nobody will read
         level, words = _words(event)
-        if words is None or not logger.isEnabledFor(level):
+        if words is None or not self._logger.isEnabledFor(level):
             return
         if self._stream is not None:
             self._stream.tell(level, words, event)
             return
-        record = logging.LogRecord(logger.name, level, "", 0, words, None, None)
+        record = logging.LogRecord(self._logger.name, level, "", 0, words, None, None)
         record.event = event
-        logger.handle(record)
+        self._logger.handle(record)
 
 
 def _sole_stream(logger: logging.Logger) -> Stream | None:
@@ -56,21 +56,10 @@ def _sole_stream(logger: logging.Logger) -> Stream | None:
     return only if isinstance(only, Stream) and not only.filters else None
 
 
-_USUAL = (events.JobBegan, events.JobEnded)
-
-
-def _level(event: Event) -> int:
-    if isinstance(event, events.JobEnded):
-        return logging.INFO if event.error is None else logging.ERROR
-    return logging.DEBUG
-
-
 def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
+    if isinstance(event, events.JobEnded):  # before all others, since there are most of them
+        return _ended(event)
     match event:
-        case events.JobEnded(job, task, queue, attempt, state, seconds, error, delay):
-            return _ended(
-                f"job {job} {task} (queue {queue}, attempt {attempt})", state, seconds, error, delay
-            )
         case events.JobBegan(job, task, queue, attempt):
             return logging.DEBUG, f"job {job} {task} (queue {queue}, attempt {attempt}) began"
         case events.JobStopped(job, task, queue, attempt, why, reason):
@@ -138,20 +127,17 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
     return logging.DEBUG, None
 
 
-def _ended(
-    job: str,
-    state: str,
-    seconds: float,
-    error: Mapping[str, Any] | None,
-    delay: float | None,
-) -> tuple[int, str]:
+def _ended(event: events.JobEnded) -> tuple[int, str]:
+    job = f"job {event.job} {event.task} (queue {event.queue}, attempt {event.attempt})"
+    state, error = event.state, event.error
     if state == "completed":
-        return logging.INFO, f"{job} completed in {_took(seconds)}"
+        return logging.INFO, f"{job} completed in {_took(event.seconds)}"
     why = f": {error.get('code')}: {error.get('message')}" if error else ""
     if state == "scheduled":
         level = logging.WARNING if error else logging.INFO
-        return level, f"{job} will run again in {delay or 0:.1f} s{why}"
-    return logging.ERROR if state == "failed" else logging.INFO, f"{job} {state} after {_took(seconds)}{why}"
+        return level, f"{job} will run again in {event.delay or 0:.1f} s{why}"
+    level = logging.ERROR if state == "failed" else logging.INFO
+    return level, f"{job} {state} after {_took(event.seconds)}{why}"
 
 
 def _took(seconds: float) -> str:
@@ -165,7 +151,8 @@ def _many(number: int, noun: str) -> str:
 class TextFormatter(logging.Formatter):
     """A line for people: when, how grave, what; lines of a handler say of which job."""
 
-    _second = (0, "")
+    _moment = 0
+    _stamp = ""
 
     def format(self, record: logging.LogRecord) -> str:
         run = current.get(None)
@@ -178,10 +165,11 @@ class TextFormatter(logging.Formatter):
 
     def line(self, at: float, level: int, words: str, _: Event | None = None) -> str:
         """One line."""
-        second = int(at)
-        if self._second[0] != second:
-            self._second = (second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second)))
-        return f"{self._second[1]}.{int(at % 1 * 1000):03d} {logging.getLevelName(level):<7} {clean(words)}"
+        moment = int(at * 1000)
+        if self._moment != moment:  # many lines share one
+            self._moment = moment
+            self._stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{moment % 1000:03d}"
+        return f"{self._stamp} {logging.getLevelName(level):<7} {clean(words)}"
 
 
 class JsonFormatter(logging.Formatter):

@@ -290,8 +290,9 @@ def claim(
         request["but"] = sorted(but)
     *taken, last = yield store.claim(request)
     report = msgspec.json.decode(last[4])
-    cursor.learn(report, map(_place, taken), began, time.monotonic())
     taken.sort(key=_turn)
+    farthest = {(row[2], row[3]): row for row in taken}  # of each queue and priority
+    cursor.learn(report, map(_place, farthest.values()), began, time.monotonic())
     if len(queues) > 1:
         turns = {queue: turn for turn, queue in enumerate(queues)}
         taken.sort(key=lambda row: turns[row[2]])
@@ -364,13 +365,18 @@ class _Told(msgspec.Struct, omit_defaults=True, gc=False):
     jobs: Sequence[NewJob[object]] | None = None
 
 
+_COMPLETED = b'{"id":%d,"attempt":%d,"state":"completed","failure":false,"result":%b}'
+
+
 def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> bytes:
     """An outcome for `settle_encoded`; `jobs` are enqueued with it, if it completes."""
+    if outcome.state is State.COMPLETED and outcome.result is not None and not (jobs or outcome.jobs):
+        return _COMPLETED % (outcome.job.id, outcome.job.attempt, outcome.result)  # as most do
     return _encoder.encode(
         _Told(
             outcome.job.id,
             outcome.job.attempt,
-            outcome.state.value,
+            outcome.state,
             outcome.counts,
             None if outcome.result is None else msgspec.Raw(outcome.result),
             outcome.error,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -44,8 +44,12 @@ from shiftwork.worker.slots import Deadlines, Isolated
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
 
 Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
-At = Callable[[str], Awaitable[None]]
+At = Callable[[str], Awaitable[None] | None]
+"""Called at named points; what it gives, if it gives something, is awaited there."""
+
 Ending = Returned | Raised
+Begun = tuple[partial[Any], Awaitable[Any]]
+"""A handler with its arguments, and what is left of its first call."""
 
 USUAL = Retry()
 NO_SESSION = 1.0
@@ -99,30 +103,78 @@ class Attempts:
         self._deadlines = Deadlines(stop)
         self._at = at
 
-    async def attempt(self, run: Run) -> None:
+    def begin(self, run: Run) -> Coroutine[Any, Any, None] | None:
+        """Begin an attempt; what is left to await of it, None if its outcome is on its way already.
+
+        The first step of a handler is often its only one, and is taken right here: a chain of coroutines around it
+        would cost more than all the rest of the job's way.
+        """
+        task: Task | None = run.task
+        if task is None or task.transaction or not task.is_async or self._middleware or run.stop is not None:
+            return self._attempt(run)
+        if self._at and (held := self._at("began")) is not None:
+            return self._attempt(run, held=held)
+        try:
+            call = self._prepared(run)
+        except Exception as error:  # noqa: BLE001  -- every ending is a value
+            self._began(run)
+            return self._ended(run, Raised(error))
+        self._began(run)
+        run.began = time.perf_counter()
+        try:
+            step = Isolated(call(), run)
+            step.begin()
+        except StopIteration as end:
+            ending: Ending = Returned(end.value)
+        except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            if _retry(task).repeats(error, 0):
+                return self._attempt(run, (call, _raise(error)))
+            ending = Raised(error)
+        else:
+            self._waits()
+            return self._attempt(run, (call, step))
+        run.took = time.perf_counter() - run.began
+        return self._ended(run, ending)
+
+    async def _attempt(
+        self, run: Run, begun: Begun | None = None, *, held: Awaitable[None] | None = None
+    ) -> None:
         """From the claimed job to its outcome, which is then written by others."""
         try:
-            await self._attempt(run)
+            if begun is None:
+                await self._reached("began") if held is None else await held
+            if run.stop is not None and begun is None:
+                ending: Ending | Written | After = Raised(Interrupted(run.stop.value))
+            else:
+                if begun is None:
+                    self._began(run)
+                    run.began = time.perf_counter()
+                ending = await self._called(run, begun)
+                run.took = time.perf_counter() - run.began
+                if run.ended:
+                    return  # the worker stopped without waiting for it
         except Exception as error:  # noqa: BLE001  -- a fault of ours costs this attempt, and not the slot
-            run.ended = True
-            self._settling.put(run, decide(run, Raised(error), USUAL))
+            ending = Raised(error)
+        if (rest := self._ended(run, ending)) is not None:
+            await rest
 
-    async def _attempt(self, run: Run) -> None:
-        if self._at:
-            await self._at("began")
-        if run.stop is None:
-            self._began(run)
-            run.began = time.perf_counter()
-            ending = await self._called(run)
-            run.took = time.perf_counter() - run.began
-            if run.ended:
-                return  # the worker stopped without waiting for it
-        else:
-            ending = Raised(Interrupted(run.stop.value))
+    def _ended(self, run: Run, ending: Ending | Written | After) -> Coroutine[Any, Any, None] | None:
         run.ended = True
-        if self._at:
-            await self._at("ended")
-        fate = self._fate(run, ending) if isinstance(ending, Returned | Raised) else ending
+        if self._at and (held := self._at("ended")) is not None:
+            return self._held(held, run, ending)
+        self._pass_on(run, ending)
+        return None
+
+    async def _held(self, held: Awaitable[None], run: Run, ending: Ending | Written | After) -> None:
+        await held
+        self._pass_on(run, ending)
+
+    def _pass_on(self, run: Run, ending: Ending | Written | After) -> None:
+        """Let what came of it be written."""
+        try:
+            fate = self._fate(run, ending) if isinstance(ending, Returned | Raised) else ending
+        except Exception as error:  # noqa: BLE001  -- a fault of ours, or of a policy
+            fate = decide(run, Raised(error), USUAL)
         if isinstance(fate, Outcome):
             self._settling.put(run, fate)
             return
@@ -160,7 +212,7 @@ class Attempts:
         return decide(
             run,
             ending,
-            task.retry or USUAL,
+            _retry(task),
             coder=task.coder,
             encode=task.signature.encode_result,
             jobs=tuple(run.jobs or ()),
@@ -169,9 +221,11 @@ class Attempts:
     def _timeout(self, task: Task) -> timedelta | None:
         return task.timeout or self._settings.timeout
 
-    async def _called(self, run: Run) -> Ending | Written | After:
+    async def _called(self, run: Run, begun: Begun | None) -> Ending | Written | After:
         """How the handler ended, or what came of it if it was transactional."""
         try:
+            if begun is not None:
+                return Returned(await self._repeated(run, *begun))
             call = self._prepared(run)
             if run.task.transaction:
                 return await self._transacted(run, call)
@@ -198,19 +252,25 @@ class Attempts:
         return partial(task.function, *args, **kwargs)
 
     async def _repeated(
-        self, run: Run, call: Callable[..., Any], undo: Callable[[], Awaitable[None]] | None = None
+        self,
+        run: Run,
+        call: Callable[..., Any],
+        first: Awaitable[Any] | None = None,
+        *,
+        undo: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:  # noqa: ANN401
         """What the handler returns; after a deadlock it may be called again on the spot, as its policy says."""
-        retry: Retry = run.task.retry or USUAL
+        retry = _retry(run.task)
         repeated = 0
         while True:
             try:
-                return await self._handled(run, call)
+                return await (first or self._handled(run, call))
             except Exception as error:
                 if run.stop is not None or run.in_thread or not retry.repeats(error, repeated):
                     raise
                 if undo is not None:
                     await undo()
+            first = None
             run.jobs = None
             self._waits()
             await asyncio.sleep(retry.pause(repeated).total_seconds())
@@ -218,11 +278,19 @@ class Attempts:
 
     async def _handled(self, run: Run, call: Callable[..., Any]) -> Any:  # noqa: ANN401
         """What the handler returns, in a context of its own, inside the middleware."""
-        if self._middleware:
-            return await Isolated(self._wrapped(run, call), run, self._waits)
-        if run.task.is_async:
-            return await Isolated(call(), run, self._waits)
-        return await self._in_thread(run, call)
+        if not run.task.is_async and not self._middleware:
+            return await self._in_thread(run, call)
+        step = Isolated(self._wrapped(run, call) if self._middleware else call(), run)
+        try:
+            step.begin()
+        except StopIteration as end:
+            return end.value
+        self._waits()
+        return await step
+
+    async def _reached(self, point: str) -> None:
+        if self._at and (held := self._at(point)) is not None:
+            await held
 
     def _raised(self, run: Run, error: BaseException) -> Raised:
         if isinstance(error, asyncio.CancelledError) and run.stop is None and self._closing():
@@ -260,7 +328,7 @@ class Attempts:
                 ending: Ending
                 try:
                     undo = partial(self.transactions.undo, run, connection)
-                    ending = Returned(await self._repeated(run, call, undo))
+                    ending = Returned(await self._repeated(run, call, undo=undo))
                 except BaseException as error:  # noqa: BLE001
                     ending = self._raised(run, error)
                 if run.in_thread:
@@ -325,6 +393,14 @@ class Attempts:
             then()
             return None
         return _awaited(alend(connection, self._settings.schema)(statement), then)
+
+
+def _retry(task: Task) -> Retry:
+    return task.retry or USUAL
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 async def _awaited(answer: Awaitable[Any], then: Callable[[], None]) -> None:

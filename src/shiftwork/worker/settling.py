@@ -56,7 +56,7 @@ class Settling:
         answered: Callable[[Run, Outcome | None, str], None],
         trouble: Callable[[ShiftworkError | None], None],
         more: Callable[[], bool],
-        at: Callable[[str], Awaitable[None]] | None = None,
+        at: Callable[[str], Awaitable[None] | None] | None = None,
     ) -> None:
         self._store = store
         self._line = line
@@ -209,13 +209,13 @@ class Settling:
 
     async def _write(self, batch: list[Told]) -> None:
         """Outcomes of one worker: its fence is part of theirs."""
-        if self._at:
-            await self._at("settling")
+        if self._at and (held := self._at("settling")) is not None:
+            await held
         settled = await self._line.perform(
             operations.settle_encoded(self._store, batch[0][0].worker, [told[2] for told in batch])
         )
-        if self._at:
-            await self._at("settled")
+        if self._at and (held := self._at("settled")) is not None:
+            await held
         busy = []
         answers = settled.answers
         elsewhere = {

@@ -30,13 +30,14 @@ class Slots:
     def __init__(
         self,
         many: int,
-        attempt: Callable[[Run], Coroutine[Any, Any, None]],
+        begin: Callable[[Run], Coroutine[Any, Any, None] | None],
         freed: Callable[[Run], None],
     ) -> None:
+        """`begin` begins an attempt and gives what is left to await of it, None if it has ended by then."""
         self.many = many
         self.busy: set[Run] = set()
         self.ready: deque[Run] = deque()
-        self._attempt = attempt
+        self._begin = begin
         self._freed = freed
         self.closing = False
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -74,20 +75,22 @@ class Slots:
         while True:
             while ready:
                 run = ready.popleft()
-                run.slot = me
-                busy.add(run)
-                try:
-                    await self._attempt(run)
-                finally:
-                    busy.discard(run)
-                    run.slot = None
+                if (rest := self._begin(run)) is None:
                     self._freed(run)
-                if self.closing:
-                    return
-                if me.cancelling():
-                    await _forget_cancelling(me)
-                now = time.perf_counter()
-                if now - self._turn > TURN:
+                else:
+                    run.slot = me
+                    busy.add(run)
+                    try:
+                        await rest
+                    finally:
+                        busy.discard(run)
+                        run.slot = None
+                        self._freed(run)
+                    if self.closing:
+                        return
+                    if me.cancelling():
+                        await _forget_cancelling(me)
+                if time.perf_counter() - self._turn > TURN:
                     await asyncio.sleep(0)
                     self._turn = time.perf_counter()
             idle = loop.create_future()
@@ -124,34 +127,33 @@ async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
 
 
 class Isolated:
-    """Await a coroutine within this task, but in a context of its own."""
+    """A handler's coroutine, run within the task that awaits this, but in a context of its own."""
 
-    __slots__ = ("_coroutine", "_run", "_waits")
+    __slots__ = ("_context", "_coroutine", "_pending")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], run: Run, waits: Callable[[], None]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], run: Run) -> None:
         self._coroutine = coroutine
-        self._run = run
-        self._waits = waits
+        self._context = copy_context()
+        self._context.run(current.set, run)
+
+    def begin(self) -> None:
+        """Take the first step; raises StopIteration with the value if there is no other."""
+        self._pending = self._context.run(self._coroutine.send, None)
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        coroutine, context = self._coroutine, copy_context()
-        context.run(current.set, self._run)
-        try:
-            pending = context.run(coroutine.send, None)
-        except StopIteration as end:
-            return end.value
-        self._waits()
+        """All steps but the first."""
+        coroutine, step, pending = self._coroutine, self._context.run, self._pending
         while True:
             try:
                 try:
                     answer = yield pending
                 except GeneratorExit:
-                    context.run(coroutine.close)
+                    step(coroutine.close)
                     raise
                 except BaseException as error:  # noqa: BLE001  -- whatever is thrown in is the handler's to deal with
-                    pending = context.run(coroutine.throw, error)
+                    pending = step(coroutine.throw, error)
                 else:
-                    pending = context.run(coroutine.send, answer)
+                    pending = step(coroutine.send, answer)
             except StopIteration as end:
                 return end.value
 

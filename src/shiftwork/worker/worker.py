@@ -134,6 +134,7 @@ class Worker:
 
     async def run(self) -> bool:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
+        self._tells_beginnings = any(map(_wants_beginnings, self._subscribers))
         self._line = Line(self._settings, self._name, self._revive)
         self._leases = Leases(
             self._settings,
@@ -175,7 +176,7 @@ class Worker:
             stop=self.tell,
             at=self._at,
         )
-        self._slots = Slots(self._settings.concurrency, attempts.attempt, self._freed)
+        self._slots = Slots(self._settings.concurrency, attempts.begin, self._freed)
         self._listener = Listener(
             self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
         )
@@ -556,19 +557,7 @@ class Worker:
             if not self.holding and (self._settings.stop_when_idle or self._settings.max_jobs):
                 self._wake()
         if self._subscribers:
-            self._publish_end(run, outcome, answer)
-
-    def _publish_end(self, run: Run, outcome: Outcome | None, answer: str) -> None:
-        job = (run.id, run.name, run.queue, run.attempt)
-        if answer == "lost" and run.concluded:
-            self._publish(events.JobEnded(*job, "completed", run.took))
-        elif answer == "lost":
-            self._publish(events.JobLost(*job, run.why or "it is not ours any more"))
-        elif outcome is None:
-            self._publish(events.JobReleased(*job, f"{answer}: {run.why or run.stop or 'not begun'}"))
-        else:
-            delay = None if outcome.delay is None else outcome.delay.total_seconds()
-            self._publish(events.JobEnded(*job, outcome.state.value, run.took, outcome.error, delay))
+            self._publish(_end(run, outcome, answer))
 
     def _freed(self, run: Run) -> None:
         self._lanes.leave(run)
@@ -576,7 +565,7 @@ class Worker:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        if self._subscribers:
+        if self._tells_beginnings:
             self._publish(events.JobBegan(run.id, run.name, run.queue, run.attempt))
 
     def _heard_work(self, queue: str) -> None:
@@ -706,8 +695,8 @@ class Worker:
     # Small things.
 
     async def _reached(self, point: str) -> None:
-        if self._at:
-            await self._at(point)
+        if self._at and (held := self._at(point)) is not None:
+            await held
 
     def _name(self) -> str:
         """What our sessions are called: the reaper finds by it those of a worker that is lost."""
@@ -727,6 +716,24 @@ class Worker:
     def _ends_at(self) -> float | None:
         longest = self._settings.max_time
         return None if longest is None else time.monotonic() + longest.total_seconds()
+
+
+def _end(run: Run, outcome: Outcome | None, answer: str) -> Event:
+    """What is told of an attempt whose outcome the database has answered."""
+    job = (run.id, run.name, run.queue, run.attempt)
+    if answer == "lost" and run.concluded:
+        return events.JobEnded(*job, "completed", run.took)
+    if answer == "lost":
+        return events.JobLost(*job, run.why or "it is not ours any more")
+    if outcome is None:
+        return events.JobReleased(*job, f"{answer}: {run.why or run.stop or 'not begun'}")
+    delay = None if outcome.delay is None else outcome.delay.total_seconds()
+    return events.JobEnded(*job, outcome.state, run.took, outcome.error, delay)
+
+
+def _wants_beginnings(subscriber: Subscriber) -> bool:
+    wants: Callable[[type[Event]], bool] | None = getattr(subscriber, "wants", None)
+    return wants is None or wants(events.JobBegan)
 
 
 def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:
