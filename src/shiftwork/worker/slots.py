@@ -88,8 +88,8 @@ class Slots:
                         self._freed(run)
                     if self.closing:
                         return
-                    if me.cancelling():
-                        await _forget_cancelling(me)
+                if me.cancelling():
+                    await _forget_cancelling(me)
                 if time.perf_counter() - self._turn > TURN:
                     await asyncio.sleep(0)
                     self._turn = time.perf_counter()
