@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, LiteralString
@@ -80,8 +80,13 @@ class Protocol:
     def start(self, worker: int, held: Sequence[Sequence[int]]) -> dict[int, str]:
         return self._answers("select * from {}.start(%s)", {"worker": worker, "held": held})
 
-    def release(self, worker: int, held: Sequence[Sequence[int]]) -> dict[int, str]:
-        return self._answers("select * from {}.release(%s)", {"worker": worker, "held": held})
+    def release(
+        self, worker: int, held: Sequence[Sequence[int]], crashed: Mapping[int, str] | None = None
+    ) -> dict[int, str]:
+        request: Row = {"worker": worker, "held": held}
+        if crashed is not None:
+            request["crashed"] = {str(job): why for job, why in crashed.items()}
+        return self._answers("select * from {}.release(%s)", request)
 
     def settle(self, worker: int, *outcomes: Row) -> dict[int, str]:
         return self._answers("select * from {}.settle(%s)", {"worker": worker, "outcomes": outcomes})

@@ -590,3 +590,22 @@ def test_a_claim_in_a_mixed_queue_hides_nothing_behind_its_places(protocol: Prot
         if not claimed.report["more"]:
             break
     assert taken == ids[1::2]
+
+
+def test_a_job_that_takes_down_its_process_counts_a_reset_and_has_failed_once_it_did_so_too_often(
+    protocol: Protocol,
+) -> None:
+    # spec: SH-22, D-2
+    job, beside = protocol.enqueue(), protocol.enqueue()
+    worker = protocol.register()
+    for turn in (1, 2, 3):
+        held = protocol.claim(worker).held
+        answers = protocol.release(worker, held, {job: "killed by SIGSEGV", 0: "nobody"})
+        assert answers == {job: "released" if turn < 3 else "failed", beside: "released"}
+    assert protocol.release(worker, [[job, 3]], {job: "again"}) == {job: "lost"}
+    found = protocol.job(job)
+    assert (found["state"], found["resets"], found["failures"]) == ("failed", 3, 0)
+    assert found["error"]["message"] == "killed by SIGSEGV; that was crash 3 of 3 that it may cause"
+    assert protocol.live(beside)["resets"] == 0
+    noted = protocol.rows("select outcome, code, error ->> 'message' as why from {}.attempts")
+    assert noted == [{"outcome": "lost", "code": "WORKER_CRASHED", "why": "killed by SIGSEGV"}] * 3

@@ -190,6 +190,12 @@ def _release(protocol: Protocol, job: Row) -> str:
     return protocol.release(job["worker"], [[job["id"], job["attempt"]]])[job["id"]]
 
 
+@deed("release", "its holder, after a crash", "released", "failed", "cancelled")
+def _release_crashed(protocol: Protocol, job: Row) -> str:
+    held = [[job["id"], job["attempt"]]]
+    return protocol.release(job["worker"], held, {job["id"]: "its process was killed"})[job["id"]]
+
+
 OUTCOMES: dict[str, Row] = {
     "completed": {"state": "completed", "result": 1},
     "failed": {"state": "failed", "error": ERROR},
@@ -318,6 +324,8 @@ def with_a_stale_hand(verb: str, attempts_ago: int) -> Callable[[Protocol, Row],
                 answer = protocol.start(worker, [hold])[job["id"]]
             case "release":
                 answer = protocol.release(worker, [hold])[job["id"]]
+            case "crash":
+                answer = protocol.release(worker, [hold], {job["id"]: "crashed"})[job["id"]]
             case "heartbeat":
                 lost = protocol.heartbeat(worker, [hold])["lost"]
                 answer = "lost" if lost == [job["id"]] else "held"
@@ -330,8 +338,8 @@ def with_a_stale_hand(verb: str, attempts_ago: int) -> Callable[[Protocol, Row],
     return act
 
 
-for verb, ago in itertools.product(("start", "release", "heartbeat", *OUTCOMES), (0, 1)):
-    name = "settle" if verb in OUTCOMES else verb
+for verb, ago in itertools.product(("start", "release", "crash", "heartbeat", *OUTCOMES), (0, 1)):
+    name = {"crash": "release", **dict.fromkeys(OUTCOMES, "settle")}.get(verb, verb)
     deed(name, f"{verb} by {'an older attempt' if ago else 'another worker'}")(with_a_stale_hand(verb, ago))
 
 

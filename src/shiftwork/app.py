@@ -24,12 +24,13 @@ from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
 from shiftwork.events import Subscriber
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
-from shiftwork.logs import Telling
+from shiftwork.logs import Telling, is_set_up
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
 from shiftwork.task import (
     AsyncTask,
     AsyncTaskWith,
+    Executor,
     OnLost,
     Options,
     PlainTask,
@@ -38,6 +39,7 @@ from shiftwork.task import (
     Task,
 )
 from shiftwork.worker import Middleware, Worker
+from shiftwork.worker.processes import beginning
 from shiftwork.worker.signals import heeding
 from shiftwork.worker.threads import Impatient
 
@@ -153,6 +155,8 @@ class App(Surroundings):
         self._opening = threading.Lock()
         self._middleware: list[Middleware] = []
         self._subscribers: list[Subscriber] = []
+        self.withheld: str | None = None
+        """Why this process may not use the database, if it may not."""
 
     def __repr__(self) -> str:
         return f"<App with {len(self._tasks)} tasks in schema {self.settings.schema}>"
@@ -198,6 +202,7 @@ class App(Surroundings):
         tags: Sequence[str] | None = None,
         keep: timedelta | int | None = None,
         transaction: bool = False,
+        executor: Executor | None = None,
         concurrency: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
@@ -222,6 +227,7 @@ class App(Surroundings):
         tags: Sequence[str] | None = None,
         keep: timedelta | int | None = None,
         transaction: bool = False,
+        executor: Executor | None = None,
         concurrency: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
@@ -233,6 +239,7 @@ class App(Surroundings):
             retry=retry,
             timeout=timeout,
             transaction=transaction,
+            executor=executor,
             concurrency=concurrency,
             on_lost=on_lost,
             max_resets=max_resets,
@@ -431,6 +438,8 @@ class App(Surroundings):
         return self.client
 
     def _open(self) -> Client:
+        if self.withheld is not None:
+            raise ConfigurationError(self.withheld)
         if self.settings.dsn is not None:
             log.info("using the database at %s, schema %s", mask(self.settings.dsn), self.settings.schema)
             return Client(self.settings)
@@ -458,6 +467,11 @@ class App(Surroundings):
             raise ConfigurationError("middleware is an async function of two arguments: context and call")
         self._middleware.append(layer)
         return layer
+
+    @property
+    def layers(self) -> Sequence[Middleware]:
+        """The middleware, the outermost first."""
+        return tuple(self._middleware)
 
     def subscribe(self, subscriber: Subscriber) -> Subscriber:
         """Let a function see what happens in workers of this app; see `shiftwork.events`."""
@@ -488,6 +502,7 @@ class App(Surroundings):
         return Worker(
             chosen,
             self._tasks,
+            begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
             middleware=self._middleware,
             subscribers=[Telling(), *self._subscribers],
             revive=client.revive,

@@ -33,7 +33,7 @@ RESERVED: Mapping[str, str] = {
     "TASK_EXPIRED": "nobody started the job before its deadline",
     "TASK_TIMEOUT": "the attempt took longer than its task may; it counts as any failure does",
     "UNKNOWN_TASK": "the worker has no such task, and was told to fail such jobs",
-    "WORKER_CRASHED": "the worker fell silent while it ran the job",
+    "WORKER_CRASHED": "the worker fell silent while it ran the job, or the job took down its own process",
 }
 """Codes that shiftwork gives itself, and what each of them says; nobody else may use them."""
 

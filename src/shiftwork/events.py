@@ -104,6 +104,30 @@ class JobRefused(Event, frozen=True):
     state: str
 
 
+class ProcessStarted(Event, frozen=True):
+    """A process for jobs is ready."""
+
+    pid: int
+
+
+class ProcessEnded(Event, frozen=True):
+    """A process for jobs is no more."""
+
+    pid: int
+    why: str
+    jobs: int
+    """How many it has run."""
+
+    job: int | None
+    """The one that it took with it."""
+
+
+class ProcessFailed(Event, frozen=True):
+    """A process for jobs could not be started; its job is given back."""
+
+    error: str
+
+
 class StraysReleased(Event, frozen=True):
     """Jobs were ours without our knowing, since an answer was lost; they have been given back."""
 

@@ -93,6 +93,14 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
         case events.Reaped(jobs):
             shown = ", ".join(f"{job} is {answer}" for job, answer in list(jobs.items())[:10])
             return logging.WARNING, f"{_many(len(jobs), 'job')} taken from workers that fell silent: {shown}"
+        case events.ProcessStarted(pid):
+            return logging.DEBUG, f"process {pid} is ready"
+        case events.ProcessEnded(pid, why, jobs, job):
+            if job is None:
+                return logging.DEBUG, f"process {pid} has ended after {_many(jobs, 'job')}: {why}"
+            return logging.WARNING, f"process {pid} has ended while it ran job {job}: {why}"
+        case events.ProcessFailed(error):
+            return logging.ERROR, f"a job is given back and tried again, since {error}"
         case events.StraysReleased(jobs):
             return logging.WARNING, (
                 f"{_many(len(jobs), 'job')} given back whose claim had no answer: {', '.join(map(str, jobs[:10]))}"
@@ -237,6 +245,11 @@ class Stream(logging.StreamHandler[TextIO]):
                 with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                     self.stream.write("\n".join(lines) + "\n")
                     self.stream.flush()
+
+
+def is_set_up() -> bool:
+    """Whether lines are written as we do."""
+    return any(isinstance(handler, Stream) for handler in logging.getLogger().handlers)
 
 
 def set_up(level: str, form: str) -> None:

@@ -387,9 +387,11 @@ def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> byt
     )
 
 
-def release(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
-    """Give jobs back: released, cancelled, lost or busy, for each."""
-    rows = yield store.release(worker, held)
+def release(
+    store: Protocol, worker: int, held: Held, crashed: Mapping[int, str] | None = None
+) -> Plan[dict[int, str]]:
+    """Give jobs back: released, cancelled, lost or busy, for each; or failed, of those that crashed, once too often."""
+    rows = yield store.release(worker, held, crashed or {})
     return {row["id"]: row["answer"] for row in rows}
 
 

@@ -212,6 +212,23 @@ def limits(least: int, most: int) -> Rule:
     return f"names with whole numbers from {least:,} to {most:,} (mail=5,bulk=1)", take
 
 
+def variables() -> Rule:
+    """Names of variables of the environment, of which the last letters may be left open."""
+
+    def take(written: object) -> tuple[str, ...]:
+        names = tuple(_named(written))
+        if any(value is not None for value in _named(written).values()) or not all(
+            map(_VARIABLE.fullmatch, names)
+        ):
+            raise ValueError
+        return names
+
+    return "names of variables, or their beginnings with a * (AWS_*,SENTRY_DSN)", take
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
+
+
 def _named(written: object) -> dict[str, Any]:
     """Names, and what is said of each, from `a=1,b=2`, from a table or from a list."""
     pairs: list[tuple[Any, Any]]
@@ -303,6 +320,12 @@ class Settings:
         maybe(whole(1, 1_000)),
         "how many connections there are for transactional tasks; none is as many as jobs run at once, up to 10",
     )
+    process_slots: int | None = _set(
+        None,
+        maybe(whole(1, 1_000)),
+        "how many jobs of tasks with executor process run at once, each in a process of its own; none is as many as there are "
+        "cores, up to as many as jobs run at once",
+    )
     unknown_tasks: Literal["leave", "fail"] = _set(
         "leave",
         choice("leave", "fail"),
@@ -330,6 +353,23 @@ class Settings:
     stop_when_idle: bool = _set(False, switch(), "whether it ends once nothing is left to do")
     max_jobs: int | None = _set(None, maybe(whole(1, UNLIMITED)), "after how many jobs it ends")
     max_time: timedelta | None = _set(None, maybe(length(_MOMENT, LONGEST)), "after how long it ends")
+
+    # What its processes may.
+    process_jobs: int | None = _set(
+        1_000, maybe(whole(1, UNLIMITED)), "after how many jobs a process is replaced by a fresh one"
+    )
+    process_memory: int | None = _set(
+        None,
+        maybe(whole(16, 1 << 20)),
+        "how much memory a process may have, in MiB; one that has more is killed, one that keeps much of it is replaced",
+    )
+    process_environment: tuple[str, ...] | None = _set(
+        None,
+        maybe(variables()),
+        "the variables that its processes see, beside those that Python needs; none is all. Without DATABASE_URL among them, "
+        "they are not told where the database is",
+    )
+    process_core_dumps: bool = _set(False, switch(), "whether a process that crashes may leave a core dump")
 
     # What is seen of it.
     name: str = _set(
@@ -402,6 +442,11 @@ class Settings:
     def transaction_connections(self) -> int:
         """How many connections there are for transactional tasks, and how many of them run at once."""
         return self.transactions or min(self.concurrency, 10)
+
+    @property
+    def processes_at_once(self) -> int:
+        """How many jobs run at once in processes of their own."""
+        return self.process_slots or min(self.concurrency, os.cpu_count() or 1)
 
     def connections(self, *, transactional: bool = False) -> int:
         """How many connections a worker holds: to claim, to settle, for its lease, to listen, and for transactions.

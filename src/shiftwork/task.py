@@ -26,6 +26,7 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 OnLost = Literal["requeue", "fail"]
+Executor = Literal["loop", "thread", "process"]
 
 
 class Surroundings:
@@ -148,6 +149,7 @@ class Options:
     retry: Retry | None = None
     timeout: timedelta | None = None
     transaction: bool = False
+    executor: Executor | None = None
     concurrency: int | None = None
     on_lost: OnLost = "requeue"
     max_resets: int | None = None
@@ -170,6 +172,7 @@ class Options:
 _RULES: Mapping[str, Rule] = {
     "timeout": maybe(length(timedelta(milliseconds=1), LONGEST)),
     "transaction": switch(),
+    "executor": maybe(choice("loop", "thread", "process")),
     "concurrency": maybe(whole(1, 10_000)),
     "on_lost": choice("requeue", "fail"),
     "max_resets": maybe(whole(0, UNLIMITED)),
@@ -211,6 +214,8 @@ class Task(Sending[P, R]):
         self.retry = running.retry
         self.timeout = running.timeout
         self.transaction = running.transaction
+        self.executor: Executor = running.executor or ("loop" if self.is_async else "thread")
+        self._check_executor()
         self.concurrency = running.concurrency
         self.on_lost: OnLost = running.on_lost
         self.max_resets = running.max_resets
@@ -225,6 +230,21 @@ class Task(Sending[P, R]):
 
     def __repr__(self) -> str:
         return f"<Task {self.name}>"
+
+    def _check_executor(self) -> None:
+        """Refuse what cannot run there."""
+        why = None
+        if self.executor == "process" and self.transaction:
+            why = (
+                "it is transactional, and the job's transaction is on a connection of the worker, which another process "
+                "cannot use; leave one of them out, or end the job in a transaction of your own with context.finish(connection)"
+            )
+        elif self.executor == "loop" and not self.is_async:
+            why = "a plain function would hold up the event loop; write async def, or leave it out"
+        elif self.executor == "thread" and self.is_async:
+            why = "an async function runs in an event loop; write def, or leave it out"
+        if why is not None:
+            raise ConfigurationError(f"task {self.name!r}: executor is {self.executor!r}, but {why}")
 
     @property
     def entry(self) -> dict[str, Any]:

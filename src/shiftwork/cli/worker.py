@@ -42,6 +42,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "task_concurrency": "NAMES",
         "prefetch": "N",
         "transactions": "N",
+        "process_slots": "N",
         "unknown_tasks": "leave|fail",
     },
     "How it holds, waits and ends": {
@@ -53,6 +54,12 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "stop_when_idle": "",
         "max_jobs": "N",
         "max_time": "TIME",
+    },
+    "What its processes may": {
+        "process_jobs": "N",
+        "process_memory": "MIB",
+        "process_environment": "NAMES",
+        "process_core_dumps": "",
     },
     "What is seen of it": {
         "name": "NAME",

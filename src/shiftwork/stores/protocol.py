@@ -269,9 +269,9 @@ class Protocol:
         """How attempts ended, each outcome as JSON; one row for those with the same answer."""
         return self._statement(SETTLE, _outcomes(worker, outcomes))
 
-    def release(self, worker: int, held: Held) -> Statement:
-        """Give jobs back, with nothing counted."""
-        return self._statement(RELEASE, _text({"worker": worker, "held": held}))
+    def release(self, worker: int, held: Held, crashed: Mapping[int, str]) -> Statement:
+        """Give jobs back; against those that crashed, with the reason for each, that is counted."""
+        return self._statement(RELEASE, _text({"worker": worker, "held": held, "crashed": crashed}))
 
     def heartbeat(self, request: Mapping[str, object]) -> Statement:
         """Renew a lease, and compare what is held."""

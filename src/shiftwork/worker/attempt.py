@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection, Connection
 
+from shiftwork import events
 from shiftwork.context import Context
 from shiftwork.database import Statement, alend, lend
 from shiftwork.errors import (
@@ -38,6 +39,8 @@ from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.pipe import Ended
+from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated
@@ -60,7 +63,7 @@ class After(Enum):
     """What becomes of a job whose attempt leaves no outcome."""
 
     DROPPED = "dropped"  # it is not ours any more
-    GIVEN_BACK = "given back"  # nothing is counted against it
+    GIVEN_BACK = "given back"  # nothing is counted against it, unless it crashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class Written:
     """The outcome is in the database already."""
 
     outcome: Outcome
+
+
+Fate = Ending | Outcome | Written | After
+"""How an attempt ended, or what came of it already."""
 
 
 class Attempts:
@@ -79,6 +86,7 @@ class Attempts:
         store: Protocol,
         settling: Settling,
         transactions: Transactions,
+        processes: Processes,
         *,
         middleware: Sequence[Middleware] = (),
         waits: Callable[[], None],
@@ -93,6 +101,7 @@ class Attempts:
         self._store = store
         self._settling = settling
         self.transactions = transactions
+        self._processes = processes
         self._middleware = tuple(middleware)
         self._waits = waits
         self._closing = closing
@@ -110,7 +119,7 @@ class Attempts:
         would cost more than all the rest of the job's way.
         """
         task: Task | None = run.task
-        if task is None or task.transaction or not task.is_async or self._middleware or run.stop is not None:
+        if task is None or task.transaction or task.executor != "loop" or self._middleware or run.stop is not None:
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
@@ -144,7 +153,7 @@ class Attempts:
             if begun is None:
                 await self._reached("began") if held is None else await held
             if run.stop is not None and begun is None:
-                ending: Ending | Written | After = Raised(Interrupted(run.stop.value))
+                ending: Fate = Raised(Interrupted(run.stop.value))
             else:
                 if begun is None:
                     self._began(run)
@@ -158,18 +167,18 @@ class Attempts:
         if (rest := self._ended(run, ending)) is not None:
             await rest
 
-    def _ended(self, run: Run, ending: Ending | Written | After) -> Coroutine[Any, Any, None] | None:
+    def _ended(self, run: Run, ending: Fate) -> Coroutine[Any, Any, None] | None:
         run.ended = True
         if self._at and (held := self._at("ended")) is not None:
             return self._held(held, run, ending)
         self._pass_on(run, ending)
         return None
 
-    async def _held(self, held: Awaitable[None], run: Run, ending: Ending | Written | After) -> None:
+    async def _held(self, held: Awaitable[None], run: Run, ending: Fate) -> None:
         await held
         self._pass_on(run, ending)
 
-    def _pass_on(self, run: Run, ending: Ending | Written | After) -> None:
+    def _pass_on(self, run: Run, ending: Fate) -> None:
         """Let what came of it be written."""
         try:
             fate = self._fate(run, ending) if isinstance(ending, Returned | Raised) else ending
@@ -203,29 +212,18 @@ class Attempts:
         elif run.concluded and isinstance(ending, Returned):
             # Ended in a transaction of the handler's own. Had that been committed, this would find nothing to end.
             ending = Raised(FinishUndone("it was finished in a transaction that was not committed"))
-        return self._decided(run, ending)
-
-    def _decided(self, run: Run, ending: Ending) -> Outcome:
-        task: Task | None = run.task
-        if task is None:
-            return decide(run, ending, USUAL)
-        return decide(
-            run,
-            ending,
-            _retry(task),
-            coder=task.coder,
-            encode=task.signature.encode_result,
-            jobs=tuple(run.jobs or ()),
-        )
+        return decided(run, ending)
 
     def _timeout(self, task: Task) -> timedelta | None:
         return task.timeout or self._settings.timeout
 
-    async def _called(self, run: Run, begun: Begun | None) -> Ending | Written | After:
-        """How the handler ended, or what came of it if it was transactional."""
+    async def _called(self, run: Run, begun: Begun | None) -> Fate:
+        """How the handler ended, or what came of it if it was transactional or ran elsewhere."""
         try:
             if begun is not None:
                 return Returned(await self._repeated(run, *begun))
+            if run.task is not None and run.task.executor == "process":
+                return await self._in_process(run)
             call = self._prepared(run)
             if run.task.transaction:
                 return await self._transacted(run, call)
@@ -301,6 +299,29 @@ class Attempts:
         self._waits()
         return await self._threads.run(call, run)
 
+    async def _in_process(self, run: Run) -> Ending | Outcome | After:
+        """The handler in a process of its own, middleware and all."""
+        self._waits()
+        timeout = self._timeout(run.task)
+
+        def began() -> None:
+            if timeout is not None:
+                self._deadlines.add(run, timeout.total_seconds())
+
+        try:
+            ended = await self._processes.run(run, timeout, began)
+        except NoProcess as error:
+            self._processes.publish(events.ProcessFailed(str(error)))
+            await asyncio.sleep(NO_SESSION)
+            run.why = str(error)
+            return After.GIVEN_BACK  # its code has not begun
+        if isinstance(ended, Ended) and not (ended.interrupted and run.stop) and run.stop is not Stop.LOST:
+            return outcome_of(run, ended)
+        if isinstance(ended, Crash) and run.stop is None:
+            run.crashed = run.why = ended.why
+            return After.GIVEN_BACK
+        return Raised(Interrupted(str(run.stop)))
+
     async def _wrapped(self, run: Run, call: Callable[..., Any]) -> Any:  # noqa: ANN401
         """The first layer is outermost."""
         layered: Callable[[], Awaitable[Any]] = (
@@ -369,14 +390,14 @@ class Attempts:
 
     def fence(self, run: Run, connection: object) -> Any:  # noqa: ANN401
         """Go on in this transaction only if the job is still ours."""
-        return self._lent(connection, self._store.fence(run.id, run.attempt))
+        return lent(connection, self._settings.schema, self._store.fence(run.id, run.attempt))
 
     def finish(self, run: Run, connection: object, result: object) -> Any:  # noqa: ANN401
         """End the job as completed in the caller's transaction."""
         _refuse_in_transaction(run)
         outcome = self._finished(run, result)
         statement = self._store.conclude(run.worker, encode_outcome(outcome))
-        return self._lent(connection, statement, lambda: setattr(run, "concluded", True))
+        return lent(connection, self._settings.schema, statement, lambda: setattr(run, "concluded", True))
 
     def finishing(self, run: Run, result: object) -> _Finishing:
         """A transaction of ours in which the job ends."""
@@ -387,12 +408,31 @@ class Attempts:
         encoded = run.task.signature.encode_result(result)
         return Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
 
-    def _lent(self, connection: object, statement: Statement, then: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401
-        if isinstance(connection, Connection):
-            lend(connection, self._settings.schema)(statement)
-            then()
-            return None
-        return _awaited(alend(connection, self._settings.schema)(statement), then)
+
+def decided(run: Run, ending: Ending) -> Outcome:
+    """What becomes of a job, as its task has it."""
+    task: Task | None = run.task
+    if task is None:
+        return decide(run, ending, USUAL)
+    return decide(
+        run,
+        ending,
+        _retry(task),
+        coder=task.coder,
+        encode=task.signature.encode_result,
+        jobs=tuple(run.jobs or ()),
+    )
+
+
+def lent(
+    connection: object, schema: str, statement: Statement, then: Callable[[], None] = lambda: None
+) -> Any:  # noqa: ANN401
+    """Carry a statement out on a connection of the handler's own, at once or to be awaited."""
+    if isinstance(connection, Connection):
+        lend(connection, schema)(statement)
+        then()
+        return None
+    return _awaited(alend(connection, schema)(statement), then)
 
 
 def _retry(task: Task) -> Retry:

@@ -67,28 +67,28 @@ class Lanes:
         self._queues = queues
         self._queue_limits = settings.queue_concurrency
         self._in_queue: Counter[str] = Counter()
-        sessions = Limit(settings.transaction_connections)
+        sessions, processes = Limit(settings.transaction_connections), Limit(settings.processes_at_once)
         limited: dict[str, Lane] = {}
-        sharing: set[str] = set()
+        sharing: dict[Limit, set[str]] = {sessions: set(), processes: set()}
         for name, task in tasks.items():
             limits = []
             if (most := settings.task_concurrency.get(name, task.concurrency)) is not None:
                 limits.append(Limit(most))
-            if task.transaction:
-                limits.append(sessions)
+            shared = sessions if task.transaction else processes if task.executor == "process" else None
+            if shared is not None:
+                limits.append(shared)
                 if most is None:
-                    sharing.add(name)
+                    sharing[shared].add(name)
                     continue
             if limits:
                 limited[name] = Lane(frozenset({name}), limits=tuple(limits))
-        free = frozenset(tasks) - limited.keys() - sharing
-        shared = Lane(frozenset(sharing), limits=(sessions,))
-        unlimited = Lane(free)
+        together = [Lane(frozenset(names), limits=(limit,)) for limit, names in sharing.items()]
+        self._of = limited | {name: lane for lane in together for name in lane.tasks or ()}
+        unlimited = Lane(frozenset(tasks) - self._of.keys())
         if settings.unknown_tasks == "fail":
-            unlimited = Lane(None, but=frozenset(limited) | sharing)
-        self._of = limited | dict.fromkeys(sharing, shared)
+            unlimited = Lane(None, but=frozenset(self._of))
         self.all = [
-            lane for lane in (unlimited, shared, *limited.values()) if lane.tasks is None or lane.tasks
+            lane for lane in (unlimited, *together, *limited.values()) if lane.tasks is None or lane.tasks
         ]
         every = {limit: None for lane in self.all for limit in lane.limits}
         known = None if settings.unknown_tasks == "fail" else frozenset(tasks)

@@ -149,6 +149,8 @@ class Leases:
                     for run in self._holding.copy().values():
                         if run.stop is None and not (run.ended or run.concluding):
                             run.stop = Stop.LAPSED  # seen by threads even if the event loop is blocked
+                            if (process := run.process) is not None:
+                                process.kill(run)
                     self._tell(self._lapse)
                 pause = min(pause, max(late, 0))
             pause -= 0 if self._silent else through_suspend() - sent

@@ -40,6 +40,8 @@ class Task(Protocol):
     @property
     def transaction(self) -> bool: ...
     @property
+    def executor(self) -> str: ...
+    @property
     def retry(self) -> Retry | None: ...
     @property
     def timeout(self) -> timedelta | None: ...
@@ -95,6 +97,12 @@ class Run(msgspec.Struct, eq=False):
 
     in_thread: bool = False
     """Whether a thread runs code of it, which may be so even after nobody waits for that any more."""
+
+    process: Any = None
+    """The process that runs its code, if that is not this one."""
+
+    crashed: str = ""
+    """How that process ended, if it did so before its time."""
 
     concluding: bool = False
     """Whether its outcome is being written: too late to be stopped."""

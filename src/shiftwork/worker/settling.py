@@ -269,12 +269,16 @@ class Settling:
 
     async def _release(self, runs: list[Run]) -> None:
         held = [(run.id, run.attempt) for run in runs]
-        answers = await self._line.perform(operations.release(self._store, runs[0].worker, held))
+        crashed = {run.id: run.crashed for run in runs if run.crashed}
+        answers = await self._line.perform(operations.release(self._store, runs[0].worker, held, crashed))
         for run in runs:
             if (answer := answers.get(run.id, "lost")) == "busy":
                 self._give_back_later(BUSY, run)
             elif answer == "lost" and run.unsure is not None:
                 self.put(run, run.unsure)  # it was committed, or is another's: the answer to this will tell
+            elif answer == "failed":
+                error = {"code": "WORKER_CRASHED", "message": run.crashed}
+                self._answered(run, Outcome(run, State.FAILED, error=error), "settled")
             else:
                 self._answered(run, None, answer)
 

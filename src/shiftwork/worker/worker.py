@@ -25,6 +25,8 @@ from shiftwork.worker.duties import Duties
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
 from shiftwork.worker.line import Line, Patience
+from shiftwork.worker.pipe import Begin
+from shiftwork.worker.processes import Processes
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Slots
@@ -76,9 +78,10 @@ class Worker:
         middleware: Sequence[Middleware] = (),
         subscribers: Sequence[Subscriber] = (),
         revive: Callable[[], None] | None = None,
+        begin: Begin | None = None,
         at: At | None = None,
     ) -> None:
-        """`at` is called at named points; tests wait there."""
+        """`begin` is what processes are told first, if tasks need any; `at` is called at named points: tests wait there."""
         self.id = 0
         self.jobs = 0
         """How many jobs it has claimed."""
@@ -92,6 +95,7 @@ class Worker:
         self._subscribers = list(subscribers)
         self._middleware = middleware
         self._revive = revive
+        self._process_begin = begin
         self._at = at
         self._wake = Wake()
         self._backlog: deque[Run] = deque()
@@ -162,11 +166,15 @@ class Worker:
             at=self._at,
         )
         self._transactions = Transactions(self._settings, self._store, self._name)
+        self._processes = Processes(
+            self._settings, self._process_begin, self._tasks, self._settling, self._publish
+        )
         attempts = Attempts(
             self._settings,
             self._store,
             self._settling,
             self._transactions,
+            self._processes,
             middleware=self._middleware,
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
@@ -497,6 +505,8 @@ class Worker:
 
     def tell(self, run: Run, stop: Stop, why: str) -> None:
         """Tell an attempt to end."""
+        if stop is Stop.LOST and run.process is not None:
+            run.process.catch_up()  # it may have ended the job itself
         if run.ended or run.concluding:
             return
         if stop is Stop.LOST and (run.concluded or run.done is not None):
@@ -506,7 +516,9 @@ class Worker:
         if not run.heard:
             run.heard = True
             self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
-            if run.slot is not None and run.task is not None and run.task.is_async:
+            if run.process is not None:
+                run.process.stop(run, stop, why)
+            elif run.slot is not None and run.task is not None and run.task.executor != "thread":
                 run.slot.cancel(stop.value)
 
     def _take_pulse(self, pulse: Pulse, held: Held) -> None:
@@ -601,6 +613,7 @@ class Worker:
     async def _begin(self) -> None:
         """The schema is new enough, the tasks are in the registry, and we are known."""
         patience = Patience(*PATIENCE)
+        await self._processes.open()
         while self._stopping is None:
             try:
                 await self._line.perform(operations.require(self._store))
@@ -682,6 +695,7 @@ class Worker:
                 return
 
     async def _end(self) -> bool:
+        await self._processes.close()
         await self._leases.close()
         if self.id:
             with contextlib.suppress(ShiftworkError):

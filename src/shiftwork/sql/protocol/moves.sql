@@ -11,6 +11,7 @@ insert into shiftwork.moves (verb, before, after) values
   ('settle', 'running', 'completed'), ('settle', 'running', 'failed'),
   ('settle', 'running', 'cancelled'), ('settle', 'running', 'scheduled'),
   ('release', 'running', 'ready'), ('release', 'running', 'cancelled'),
+  ('release', 'running', 'failed'),                                           -- crashed once too often
   ('heartbeat', 'running', 'ready'), ('heartbeat', 'running', 'cancelled'),   -- strays
   ('reap', 'running', 'ready'), ('reap', 'running', 'failed'), ('reap', 'running', 'cancelled'),
   ('expire', 'ready', 'expired'), ('expire', 'scheduled', 'expired'), ('expire', 'blocked', 'expired'),

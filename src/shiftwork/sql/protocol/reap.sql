@@ -106,14 +106,19 @@ begin
   return ended;
 end $$;
 
--- Jobs, locked by the caller, whose worker was lost. Whoever runs their code is told.
-create or replace function shiftwork.take_back(ids bigint[])
+-- Until a crash could be told of, it had no reasons.
+drop function if exists shiftwork.take_back(bigint[]);
+
+-- Jobs, locked by the caller, whose worker was lost, and then whoever runs their code is told; or of which their worker says
+-- that they took down the process they ran in, with the reason for each.
+create or replace function shiftwork.take_back(ids bigint[], reasons jsonb default null)
 returns table (id bigint, attempt int, worker bigint, answer text) language plpgsql as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
   ended bigint[];
   lost record;
+  why text;
   failing boolean;
 begin
   for lost in
@@ -128,11 +133,12 @@ begin
     id := lost.id;
     attempt := lost.attempt;
     worker := lost.worker;
+    why := reasons ->> lost.id::text;
     failing := not lost.asked and lost.started_at is not null and (lost.on_lost = 'fail' or lost.resets >= lost.max_resets);
     if lost.started_at is not null then
       insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
       values (lost.id, lost.attempt, 'lost', not failing and not lost.asked, 'WORKER_CRASHED',
-              shiftwork.failure('WORKER_CRASHED', 'its worker stopped renewing its lease'), lost.worker, lost.claimed_at,
+              shiftwork.failure('WORKER_CRASHED', coalesce(why, 'its worker stopped renewing its lease')), lost.worker, lost.claimed_at,
               lost.started_at, present)
       on conflict do nothing;
     end if;
@@ -149,14 +155,15 @@ begin
       answer := 'cancelled';
     elsif failing then
       ended := shiftwork.finish(array[lost.id], 'failed', shiftwork.failure('WORKER_CRASHED',
-        format('its worker was lost %s times while it ran, and it may be %s', lost.resets + 1, lost.max_resets + 1)));
+        coalesce(why || format('; that was crash %s of %s that it may cause', lost.resets + 1, lost.max_resets + 1),
+                 format('its worker was lost %s times while it ran, and it may be %s', lost.resets + 1, lost.max_resets + 1))));
       answer := 'failed';
     else
       ended := array[lost.id];
       answer := 'ready';
     end if;
     continue when cardinality(ended) = 0;
-    if pg_notification_queue_usage() < 0.5 then
+    if reasons is null and pg_notification_queue_usage() < 0.5 then
       perform pg_notify('shiftwork_cancel', lost.id::text);
     end if;
     return next;

@@ -1,18 +1,30 @@
 -- Give jobs back: never started, or their worker is leaving. Nothing is counted against them, and they keep their place.
--- request: {"worker": 17, "held": [[id, attempt], …]}. Answers for each: released, cancelled, lost or busy.
+-- request: {"worker": 17, "held": [[id, attempt], …], "crashed": {"42": "its process was killed by SIGSEGV", …}}.
+-- Answers for each: released, cancelled, lost or busy.
+--
+-- What `crashed` names took down the process in which its code ran, while the worker itself lives: it counts a reset, as a job
+-- does that took its worker down, and is answered released, or failed once it has done so too often.
 create or replace function shiftwork.release(request jsonb) returns table (id bigint, answer text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
+  crashed constant jsonb := coalesce(request -> 'crashed', '{}');
   mine bigint[];
   ended bigint[];
+  failed bigint[];
 begin
   mine := shiftwork.lock_held(request);
-  ended := shiftwork.give_back(mine);
+  if crashed <> '{}' then
+    select array_agg(lost.id) filter (where lost.answer = 'cancelled'), array_agg(lost.id) filter (where lost.answer = 'failed')
+      into ended, failed
+      from shiftwork.take_back(array(select one from unnest(mine) as one where crashed ? one::text), crashed) as lost;
+  end if;
+  ended := ended || shiftwork.give_back(array(select one from unnest(mine) as one where not crashed ? one::text));
   return query
   select hold.id, case
            when hold.id = any(ended) then 'cancelled'
+           when hold.id = any(failed) then 'failed'
            when hold.id = any(mine) then 'released'
            else shiftwork.unheld_answer(request, hold.id, hold.attempt) end
     from shiftwork.holds(request -> 'held') as hold;

@@ -1,0 +1,202 @@
+"""What a worker and a process of its own say to each other: a length in four bytes, then a message as JSON.
+
+Nothing is pickled. The process is told of a job as the claim gave it, and tells how it ended as settle takes it; so
+what crosses is what is stored anyway.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from shiftwork.job import NewJob, State, Taken
+from shiftwork.settings import Settings
+
+HEADER = struct.Struct(">I")
+LARGEST = 1 << 30
+"""Bytes in a message; more than PostgreSQL would store."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Something that is said."""
+
+
+# To the process.
+
+
+class Begin(Message, frozen=True):
+    """Who it is, and where it finds its tasks."""
+
+    where: str
+    """module:name of the app."""
+
+    path: list[str]
+    """Where modules are looked for."""
+
+    settings: Settings
+    withheld: bool
+    """Whether it is not told where the database is."""
+
+    tells: bool
+    """Whether it writes log lines as the worker does."""
+
+    worker: int
+    """The worker's process; it ends with that."""
+
+
+class Call(Message, frozen=True):
+    """Run this job."""
+
+    taken: Taken
+    worker: int
+    claimed_at: int
+    waited: float
+    timeout: timedelta | None
+
+
+class Halt(Message, frozen=True):
+    """What runs is to end now."""
+
+    reason: str
+    why: str
+
+
+# From the process.
+
+
+class Ready(Message, frozen=True):
+    """It has imported the app, which has these tasks."""
+
+    tasks: list[str]
+
+
+class Unready(Message, frozen=True):
+    """It could not."""
+
+    why: str
+
+
+class Said(Message, frozen=True):
+    """A line for the log of a job."""
+
+    job: int
+    level: str
+    message: str
+
+
+class Progressed(Message, frozen=True):
+    """How far a job is."""
+
+    job: int
+    fraction: float | None
+    message: str | None
+
+
+class Concluded(Message, frozen=True):
+    """The handler of a job had its outcome written in a transaction of its own."""
+
+    job: int
+
+
+class Ended(Message, frozen=True):
+    """What becomes of a job, as far as its code can say."""
+
+    job: int
+    interrupted: bool
+    state: State
+    counts: bool
+    result: msgspec.Raw
+    error: dict[str, str] | None
+    delay: timedelta | None
+    at: datetime | None
+    jobs: list[NewJob[Any]]
+
+
+ToProcess = Begin | Call | Halt
+FromProcess = Ready | Unready | Said | Progressed | Concluded | Ended
+
+_encode = msgspec.json.Encoder().encode
+_heard_by_process = msgspec.json.Decoder(ToProcess).decode
+hear = msgspec.json.Decoder(FromProcess).decode
+
+
+class Broken(Exception):  # noqa: N818
+    """What came is no message."""
+
+
+def framed(message: Message) -> bytes:
+    """A message, ready to be sent."""
+    body = _encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Unframing:
+    """Messages out of pieces, as they come."""
+
+    def __init__(self) -> None:
+        self._left = bytearray()
+
+    def __call__(self, piece: bytes) -> Iterator[FromProcess]:
+        """What is complete with this piece."""
+        left = self._left
+        left += piece
+        start = 0
+        try:
+            while len(left) - start >= HEADER.size:
+                (size,) = HEADER.unpack_from(left, start)
+                if size > LARGEST:
+                    raise Broken(f"it announced a message of {size:,} bytes")
+                end = start + HEADER.size + size
+                if len(left) < end:
+                    break
+                body = bytes(left[start + HEADER.size : end])
+                start = end
+                try:
+                    message = hear(body)
+                except msgspec.MsgspecError as error:
+                    raise Broken(f"what it said cannot be read: {error}") from None
+                yield message
+        finally:
+            del left[:start]
+
+
+class Line:
+    """The process's end of the pipe, for its main thread to listen, and for any thread to speak."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._speaking = threading.Lock()
+
+    def fileno(self) -> int:
+        """So that it can be waited for."""
+        return self._end.fileno()
+
+    def listen(self) -> ToProcess | None:
+        """The next message; None if the worker has hung up."""
+        try:
+            header = self._exactly(HEADER.size)
+            return None if header is None else _heard_by_process(self._exactly(*HEADER.unpack(header)) or b"")
+        except ConnectionError:
+            return None
+
+    def say(self, message: Message) -> None:
+        """Send a message; waits while the worker is busy."""
+        told = framed(message)
+        with self._speaking:
+            self._end.sendall(told)
+
+    def _exactly(self, size: int) -> bytes | None:
+        received = self._end.recv(size)
+        if len(received) < size:
+            pieces = [received]
+            while received and (missing := size - sum(map(len, pieces))) > 0:
+                received = self._end.recv(min(missing, 1 << 20))
+                pieces.append(received)
+            received = b"".join(pieces)
+        return received if len(received) == size else None

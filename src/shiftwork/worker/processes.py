@@ -1,0 +1,505 @@
+"""Processes for tasks whose code may crash, hog the interpreter or not end: one for each job at a time, used again.
+
+The worker never runs such code itself, so whatever it does (ends the process, corrupts its memory, holds the interpreter's
+lock, ignores every signal) costs that one attempt. A process is a fresh Python (never a fork: it has none of the worker's
+connections, threads or locks), which imports the app as the worker found it and is told of jobs over a pipe. It is the
+leader of a session of its own, and is killed with everything it has started.
+
+Who finds out what: a thread for each process starts it and waits for its end, so neither holds up the event loop, and the
+end of a process is known at once. That its line is closed proves nothing, since something it has started may hold it
+open. What it said before its end still counts: a job whose outcome arrived has ended, however the process did.
+
+When a part fails: a process that dies while it runs a job is a crash of that job, which counts as the loss of a worker does
+(`resets`). One that we kill because the attempt was told to stop ends as that attempt does. One that cannot be started
+is no fault of the job, which is given back. If the worker dies, the kernel ends its processes (on Linux; elsewhere each
+does so when it next reads or speaks).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fnmatch
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+from shiftwork import events
+from shiftwork.errors import ConfigurationError
+from shiftwork.outcome import Outcome
+from shiftwork.settings import Settings
+from shiftwork.worker.pipe import (
+    Begin,
+    Broken,
+    Call,
+    Concluded,
+    Ended,
+    Halt,
+    Message,
+    Progressed,
+    Ready,
+    Said,
+    Unframing,
+    Unready,
+    framed,
+)
+from shiftwork.worker.run import Run, Stop, Task
+from shiftwork.worker.settling import Settling
+
+GRACE = 1.0
+"""Seconds in which a job that was cancelled, or took too long, may end by itself."""
+
+LAST_GRACE = 0.4
+"""The same when the worker stops: it does not wait longer than that."""
+
+RETIRING = 2.0
+"""Seconds in which a process that is not needed any more may end by itself."""
+
+TRAILING = 0.5
+"""Seconds in which what a dead process said last has to be read."""
+
+STARTING = 120.0
+"""Seconds in which a process has to be ready."""
+
+LOOK = 0.1
+"""Seconds between looks at how much memory processes have."""
+
+MIB = 1 << 20
+ALWAYS = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "LANGUAGE",
+    "LC_*",
+    "TZ",
+    "TMPDIR",
+    "PYTHON*",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+)
+"""Variables of the environment without which Python, or the programs that it starts, may not run."""
+
+WHERE_THE_DATABASE_IS = ("DATABASE_URL", "SHIFTWORK_DSN")
+
+
+class NoProcess(Exception):  # noqa: N818
+    """A process could not be started; that says nothing about the job."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Crash:
+    """The process ended before its job did."""
+
+    why: str
+
+
+def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tells: bool) -> Begin | None:
+    """What processes of this app are told first; None if no task needs any."""
+    chosen = [task for task in tasks.values() if task.executor == "process"]
+    if not chosen:
+        return None
+    allowed = settings.process_environment
+    withheld = allowed is not None and not any(_matches(name, allowed) for name in WHERE_THE_DATABASE_IS)
+    if withheld:
+        settings = dataclasses.replace(settings, dsn=None, listen_dsn=None)
+    where = _locate(app, [task.function.__module__ for task in chosen])
+    if where is None:
+        raise ConfigurationError(
+            f"task {chosen[0].name!r} is to run in a process of its own, and another process cannot import the app: it is no "
+            "global variable of a module. Make it one, as in `app = shiftwork.App()` in app.py, and start the worker with "
+            "`shiftwork worker app.py`, or from another module that imports it"
+        )
+    return Begin(where, [str(one) for one in sys.path], settings, withheld, tells, os.getpid())
+
+
+def _locate(app: object, likely: list[str]) -> str | None:
+    """Where a fresh process finds this app: module:name."""
+    for name in dict.fromkeys([*likely, *sys.modules]):
+        module = sys.modules.get(name)
+        if name == "__main__" or getattr(module, "__spec__", None) is None:
+            continue
+        for variable, value in list(vars(module).items()):
+            if value is app:
+                return f"{name}:{variable}"
+    return None
+
+
+class Processes:
+    """As many processes as jobs may run at once in them, started when they are needed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        begin: Begin | None,
+        tasks: Mapping[str, Task],
+        settling: Settling,
+        publish: Callable[[events.Event], None],
+    ) -> None:
+        self.begin = begin
+        self.settling = settling
+        self.publish = publish
+        self.environment = _environment(settings)
+        self._most_jobs = settings.process_jobs
+        self._most_memory = None if settings.process_memory is None else settings.process_memory * MIB
+        self._needed = {name for name, task in tasks.items() if task.executor == "process"}
+        self._all: set[Process] = set()
+        self._idle: list[Process] = []
+        self._watching: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """Start the first one, so that an app which cannot be imported is told of now, and not at the first job."""
+        if self.begin is None:
+            return
+        try:
+            process = await self._start()
+        except NoProcess as error:
+            raise ConfigurationError(str(error)) from None
+        self._idle.append(process)
+        if missing := sorted(self._needed - process.tasks):
+            raise ConfigurationError(
+                f"task {missing[0]!r} is to run in a process of its own, and is not there when another process imports "
+                f"{self.begin.where}: declare it while that module is imported"
+            )
+
+    async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ended | Crash:
+        """How a job ended in a process; `began` is called when it is about to begin there."""
+        while True:
+            process = self._idle.pop() if self._idle else await self._start()
+            if process.is_ready and process.is_alive:
+                break  # else it ended while nobody used it, which is no fault of this job
+        began()
+        self._watch()
+        try:
+            return await process.call(run, within)
+        finally:
+            run.process = None
+            if self._is_worn(process):
+                process.retire()
+            elif process.is_ready:
+                self._idle.append(process)
+
+    async def _start(self) -> Process:
+        process = Process(self)
+        self._all.add(process)
+        try:
+            await process.start()
+        except BaseException:
+            process.kill()
+            raise
+        self.publish(events.ProcessStarted(process.pid))
+        return process
+
+    def ended(self, process: Process) -> None:
+        """It is no more."""
+        self._all.discard(process)
+        if process in self._idle:
+            self._idle.remove(process)
+
+    def _is_worn(self, process: Process) -> bool:
+        """Whether it has run as many jobs as it may, or kept so much memory that the next may have too little."""
+        if self._most_jobs is not None and process.jobs >= self._most_jobs:
+            process.why = f"it has run {process.jobs} jobs"
+        elif self._most_memory is not None and process.memory > (process.at_first + self._most_memory) / 2:
+            process.why = f"it has kept {process.memory // MIB} MiB of memory"
+        else:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        if self._most_memory is not None and self._watching is None:
+            self._watching = asyncio.get_running_loop().call_later(LOOK, self._look)
+
+    def _look(self) -> None:
+        self._watching = None
+        busy = [process for process in self._all if process.run is not None]
+        for process in busy:
+            if (memory := process.memory) > (self._most_memory or 0):
+                process.why = f"its process had {memory // MIB:,} MiB of memory, and may have {(self._most_memory or 0) // MIB:,}"
+                process.kill()
+        if busy:
+            self._watch()
+
+    async def close(self) -> None:
+        """End them all: those that are idle by themselves, if they do so soon."""
+        if self._watching is not None:
+            self._watching.cancel()
+        for process in self._all:
+            if process.run is None and process.is_ready:
+                process.retire()
+            else:
+                process.kill()
+        if self._all:
+            await asyncio.wait([process.gone for process in self._all], timeout=LAST_GRACE)
+        for process in list(self._all):
+            process.kill()
+        if self._all:
+            await asyncio.wait([process.gone for process in self._all], timeout=RETIRING)
+
+
+class Process(asyncio.Protocol):
+    """One process, as its worker sees it."""
+
+    def __init__(self, owner: Processes) -> None:
+        self.pid = 0
+        self.jobs = 0
+        """How many it has begun."""
+
+        self.run: Run | None = None
+        self.tasks: frozenset[str] = frozenset()
+        self.at_first = 0
+        """The memory that it had when it was ready."""
+
+        self.why: str | None = None
+        """Why it ends, if that is known before."""
+
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._answer: asyncio.Future[Ended | Crash] | None = None
+        self._line: asyncio.Transport | None = None
+        self._heard = Unframing()
+        self._hung_up = False
+        self._retiring = False
+        self._code: int | None = None
+        self._life = threading.Lock()
+        """Held by whoever kills it and by whoever finds it dead: a pid that is free may be another's."""
+
+        self._doomed = False
+        self._dead = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be given a job."""
+        return self._ready.done() and not (self._hung_up or self._retiring or self._doomed or self._dead)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it lives at this very moment."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+        except (ChildProcessError, AttributeError):  # it is gone already; or this system does not say
+            return not self._dead
+
+    @property
+    def memory(self) -> int:
+        """The bytes that it has, where that can be seen."""
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text("ascii").split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * os.sysconf("SC_PAGESIZE")
+
+    async def start(self) -> None:
+        """Start it, and wait until it has imported the app."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._end = ours
+        threading.Thread(target=self._keep, args=(theirs,), name="shiftwork-process", daemon=True).start()
+        await self._loop.create_connection(lambda: self, sock=ours)
+        assert self._owner.begin is not None  # noqa: S101
+        self._say(self._owner.begin)
+        try:
+            async with asyncio.timeout(STARTING):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise NoProcess(f"a process was not ready within {STARTING:.0f} s") from None
+
+    def _keep(self, theirs: socket.socket) -> None:
+        """In a thread: start it, wait for its end, and end what it has left behind."""
+        end = theirs.fileno()
+        try:
+            with theirs:
+                process = subprocess.Popen(  # noqa: S603
+                    [sys.executable, "-P", "-m", "shiftwork.child", str(end)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what handlers print goes where log lines go
+                    env=self._owner.environment,
+                    pass_fds=(end,),
+                    start_new_session=True,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            self._dead = True
+            self._tell(self._not_started, error)
+            return
+        with self._life:
+            self.pid = process.pid
+            if self._doomed:
+                _kill(self.pid)
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            process.wait()
+        with self._life:
+            self._dead = True
+            _kill(self.pid)
+        self._tell(self._died, process.wait())
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def kill(self, run: Run | None = None) -> None:
+        """End it and all that it has started, now, unless it is done with this job; may be called from any thread."""
+        with self._life:
+            if run is not None and self.run is not run:
+                return
+            self._doomed = True
+            if self.pid and not self._dead:
+                _kill(self.pid)
+
+    def retire(self) -> None:
+        """Let it end by itself, soon."""
+        if not self._retiring and self._line is not None:
+            self._retiring = True
+            self._line.close()
+            self._loop.call_later(RETIRING, self.kill)
+
+    def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ended | Crash]:
+        """Give it a job; how that ends can be awaited."""
+        self._answer = self._loop.create_future()
+        self.run, run.process = run, self
+        self.jobs += 1
+        self._say(Call(run.taken, run.worker, run.claimed_at, run.waited, within))
+        return self._answer
+
+    def stop(self, run: Run, stop: Stop, why: str) -> None:
+        """Tell its job to end; one that is not ours any more, or may soon not be, has no time for that."""
+        if self.run is not run:
+            return  # it has ended, and its slot will know in a moment
+        if stop in (Stop.LOST, Stop.LAPSED):
+            self.kill()
+            return
+        self._say(Halt(stop.value, why))
+        self._loop.call_later(LAST_GRACE if stop is Stop.SHUTDOWN else GRACE, self.kill, run)
+
+    def catch_up(self) -> None:
+        """Hear what it has said by now, before something is decided about its job."""
+        with contextlib.suppress(OSError):  # there is nothing
+            while said := self._end.recv(1 << 16):
+                self.data_received(said)
+
+    def _say(self, message: Message) -> None:
+        if self._line is not None:
+            self._line.write(framed(message))
+
+    def _end_job(self, how: Ended | Crash) -> None:
+        answer, self._answer = self._answer, None
+        self.run = None
+        if answer is not None and not answer.done():
+            answer.set_result(how)
+
+    # What it says.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101
+        self._line = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._heard(data):
+                self._hear(message)
+        except Broken as error:
+            self.why = f"its process broke the line to its worker: {error}"
+            self.kill()
+
+    def _hear(self, message: object) -> None:
+        run = self.run
+        match message:
+            case Ready(tasks):
+                self.tasks, self.at_first = frozenset(tasks), self.memory
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case Unready(why):
+                self._fail_start(f"a process cannot run jobs: {why}")
+            case Ended(job) if run is not None and run.id == job:
+                self._end_job(message)
+            case Said(job, level, text) if run is not None and run.id == job:
+                self._owner.settling.log(run, level, text)
+            case Progressed(job, fraction, text) if run is not None and run.id == job:
+                self._owner.settling.progress(run, fraction, text)
+            case Concluded(job) if run is not None and run.id == job:
+                run.concluded = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hung_up = True
+        if self._code is not None:
+            self._bury()
+        elif not self._retiring:
+            self.kill()
+
+    # Its end.
+
+    def _not_started(self, error: Exception) -> None:
+        self._fail_start(f"a process could not be started: {error}")
+        self._bury()
+
+    def _died(self, code: int) -> None:
+        self._code = code
+        if self._hung_up:
+            self._bury()
+        else:
+            self._loop.call_later(TRAILING, self._bury)  # sooner, if all that it said has been read
+
+    def _bury(self) -> None:
+        if self.gone.done():
+            return
+        self.gone.set_result(None)
+        why = self.why or _ending(self._code or 0)
+        self._fail_start(f"a process ended while it started: {why}")
+        self._owner.ended(self)
+        if self.run is not None and self.run.stop is not None:
+            why = f"its job was to stop: {self.run.stop}"
+        job = None if self.run is None or self.run.stop is not None else self.run.id
+        self._owner.publish(events.ProcessEnded(self.pid, why, self.jobs, job))
+        self._end_job(Crash(why))
+        if self._line is not None:
+            self._line.abort()
+
+    def _fail_start(self, why: str) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(NoProcess(why))
+            self._ready.exception()  # nobody may be waiting for it any more
+
+
+def outcome_of(run: Run, ended: Ended) -> Outcome:
+    """How a job ended in a process, as all outcomes are."""
+    result = bytes(ended.result) if ended.state == "completed" else None
+    return Outcome(
+        run, ended.state, ended.delay, result, ended.error, ended.counts, ended.at, tuple(ended.jobs)
+    )
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    maybe = ", maybe for want of memory" if -code == signal.SIGKILL else ""
+    return f"its process was killed by {name}{maybe}"
+
+
+def _environment(settings: Settings) -> dict[str, str] | None:
+    allowed = settings.process_environment
+    if allowed is None:
+        return None
+    return {name: value for name, value in os.environ.items() if _matches(name, (*ALWAYS, *allowed))}
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
