@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
+import io
 import os
 import resource
 import select
@@ -105,7 +106,7 @@ def load(begin: Begin) -> App:
     sys.path[:] = begin.path
     if begin.tells:
         logs.set_up(begin.settings.log_level, begin.settings.log_format)
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost that was printed before a crash
     module, _, name = begin.where.partition(":")
     app = getattr(importlib.import_module(module), name)

@@ -222,7 +222,7 @@ class Attempts:
         try:
             if begun is not None:
                 return Returned(await self._repeated(run, *begun))
-            if run.task is not None and run.task.executor == "process":
+            if run.runs_apart:
                 return await self._in_process(run)
             call = self._prepared(run)
             if run.task.transaction:

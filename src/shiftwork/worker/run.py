@@ -133,6 +133,11 @@ class Run(msgspec.Struct, eq=False):
         )
 
     @property
+    def runs_apart(self) -> bool:
+        """Whether its code runs in a process of its own."""
+        return self.task is not None and self.task.executor == "process"
+
+    @property
     def label(self) -> str:
         """How it is called where people read of it."""
         return f"job {self.id} ({self.name}, attempt {self.attempt})"
