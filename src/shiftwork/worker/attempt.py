@@ -119,7 +119,13 @@ class Attempts:
         would cost more than all the rest of the job's way.
         """
         task: Task | None = run.task
-        if task is None or task.transaction or task.executor != "loop" or self._middleware or run.stop is not None:
+        if (
+            task is None
+            or task.transaction
+            or task.executor != "loop"
+            or self._middleware
+            or run.stop is not None
+        ):
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
