@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from shiftwork import App, Context, Retry, State
+from shiftwork import App, Context, Retry, State, cursor
 from shiftwork.events import JobEnded
 from tests.workshop import Latch, Workshop
 
@@ -82,7 +82,10 @@ async def test_a_backlog_that_is_not_for_this_worker_does_not_keep_it_awake(app:
             await shop.ended(job)
 
 
-async def test_a_worker_that_stops_when_idle_has_looked_everywhere(app: App, dsn: str) -> None:
+async def test_a_worker_that_stops_when_idle_has_looked_everywhere(
+    app: App, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cursor, "LOOK_EVERY", 30.0)  # else it may look by chance
     late = await psycopg.AsyncConnection.connect(dsn)
 
     @app.task
@@ -96,7 +99,10 @@ async def test_a_worker_that_stops_when_idle_has_looked_everywhere(app: App, dsn
         before = await early.using(connection=late).aenqueue()
         after = await work.aenqueue()
         async with Workshop(app, stop_when_idle=True) as shop:
-            shop.worker._rate, shop.worker._window = 1e6, (time.monotonic(), 0)  # too brisk to go to sleep
+            shop.worker._rate, shop.worker._window = (
+                1e6,
+                (time.monotonic() + 1e6, 0),
+            )  # too brisk to go to sleep
             await shop.stopped()
             assert (await after.ainfo()).state is State.COMPLETED
             assert (await before.ainfo()).state is State.COMPLETED
