@@ -233,3 +233,25 @@ async def test_a_job_that_was_locked_when_it_fell_due_is_looked_for_again(app: A
             await shop.asleep()
             await other.rollback()
             await shop.ended(job)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_what_is_told_of_a_transactional_job_is_what_the_database_made_of_it(
+    app: App, blocking: bool
+) -> None:
+    @app.task(transaction=True, retry=LATER)
+    async def waiting(tx: AsyncTx) -> None:
+        raise ValueError("not now")
+
+    @app.task(transaction=True, retry=LATER)
+    def in_a_thread(tx: Tx) -> None:
+        raise ValueError("not now")
+
+    work = in_a_thread if blocking else waiting
+    async with app, Workshop(app) as shop:
+        late = await work.using(expires_in=timedelta(minutes=1)).aenqueue()
+        event = await shop.event(JobEnded, job=late)
+        assert (event.state, event.delay) == ("failed", None)  # its next attempt would begin too late
+        again = await work.aenqueue()
+        event = await shop.event(JobEnded, job=again)
+        assert (event.state, event.delay) == ("scheduled", 3600)

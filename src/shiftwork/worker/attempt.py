@@ -365,8 +365,7 @@ class Attempts:
                 if not isinstance(fate, Outcome):
                     return fate
                 run.unsure = fate
-                await self.transactions.close_with(run, connection, fate)
-                return Written(fate)
+                return Written(await self.transactions.close_with(run, connection, fate))
             except BaseException as error:  # noqa: BLE001
                 return self._transaction_failed(run, error)
             finally:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import msgspec
 import psycopg
 from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
 from psycopg.pq import TransactionStatus
@@ -185,18 +186,21 @@ class Transactions:
         else:
             await self._execute(connection, statement)
 
-    async def close_with(self, run: Run, connection: Ours | OursBlocking, outcome: Outcome) -> None:
-        """Write the outcome and commit, with what the handler did or without."""
+    async def close_with(self, run: Run, connection: Ours | OursBlocking, outcome: Outcome) -> Outcome:
+        """Write the outcome and commit, with what the handler did or without; the outcome as it was written."""
         if isinstance(connection, OursBlocking):
-            await self.threads.run(partial(self.close_blocking_with, run, connection, outcome), run)
-        else:
-            _refuse_ended(connection)
-            await self._execute(connection, self._closing(run, outcome), commits=True)
-
-    def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> None:
-        """Write the outcome and commit, with what the handler did or without."""
+            close = partial(self.close_blocking_with, run, connection, outcome)
+            written: Outcome = await self.threads.run(close, run)
+            return written
         _refuse_ended(connection)
-        self._execute_blocking(connection, self._closing(run, outcome), commits=True)
+        cursor = await self._execute(connection, self._closing(run, outcome), commits=True)
+        return _as_written(outcome, cursor)
+
+    def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> Outcome:
+        """Write the outcome and commit, with what the handler did or without; the outcome as it was written."""
+        _refuse_ended(connection)
+        cursor = self._execute_blocking(connection, self._closing(run, outcome), commits=True)
+        return _as_written(outcome, cursor)
 
     def _opening(self, run: Run) -> Statement:
         return self._store.open_transaction(run.id, run.attempt)
@@ -207,18 +211,22 @@ class Transactions:
 
     async def _execute(
         self, connection: AsyncConnection[Any], statement: Statement, *, commits: bool = False
-    ) -> None:
+    ) -> AsyncClientCursor[Any]:
         try:
             # Values are put in on our side, so that several statements can go as one message.
-            await AsyncClientCursor(connection).execute(statement.text.encode(), statement.params)
+            return await AsyncClientCursor(connection, row_factory=tuple_row).execute(
+                statement.text.encode(), statement.params
+            )
         except psycopg.Error as error:
             raise self._meaning(error, connection, commits=commits) from None
 
     def _execute_blocking(
         self, connection: Connection[Any], statement: Statement, *, commits: bool = False
-    ) -> None:
+    ) -> ClientCursor[Any]:
         try:
-            ClientCursor(connection).execute(statement.text.encode(), statement.params)
+            return ClientCursor(connection, row_factory=tuple_row).execute(
+                statement.text.encode(), statement.params
+            )
         except psycopg.Error as error:
             raise self._meaning(error, connection, commits=commits) from None
 
@@ -228,6 +236,17 @@ class Transactions:
         if commits and connection.closed:
             return Unsure(str(error))
         return translate(error, self._settings.schema, commits=False, alive=not connection.closed)
+
+
+def _as_written(outcome: Outcome, cursor: AsyncClientCursor[Any] | ClientCursor[Any]) -> Outcome:
+    """A job that would run again may have been ended instead: too late, or asked to be cancelled."""
+    if outcome.state is not State.SCHEDULED:
+        return outcome
+    while not (result := cursor.pgresult) or not result.ntuples:
+        if not cursor.nextset():
+            return outcome
+    state = State((result.get_value(0, 0) or b"").decode())
+    return outcome if state is outcome.state else msgspec.structs.replace(outcome, state=state, delay=None)
 
 
 def _cut(connection: Ours | OursBlocking) -> None:
