@@ -447,10 +447,11 @@ async def test_a_retry_may_begin_before_the_answer_to_the_former_commit_has_come
     # spec: D-9, SG-33
     latch, real = Latch(), Transactions.close_with
 
-    async def slow(self: Transactions, run: Any, connection: Any, outcome: Any) -> None:
-        await real(self, run, connection, outcome)
+    async def slow(self: Transactions, run: Any, connection: Any, outcome: Any) -> Any:
+        written = await real(self, run, connection, outcome)
         if run.attempt == 1:
             await latch.hold()
+        return written
 
     monkeypatch.setattr(Transactions, "close_with", slow)
 
