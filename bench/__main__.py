@@ -38,6 +38,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "worker-crowd": workers.crowd,
     "worker-snapshot": workers.snapshot,
     "idle": workers.idle,
+    "metrics": workers.metrics,
     "memory": workers.memory,
 }
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 
 import psycopg
 
 import shiftwork
+from shiftwork import events
 from shiftwork.logs import set_up
 
 app = shiftwork.App()
@@ -34,6 +36,16 @@ async def moment(n: int) -> int:
     return time.monotonic_ns()
 
 
+seen: Counter[str] = Counter()
+
+
+def look_on(event: events.Event) -> None:
+    """Subscribe as a program might."""
+    seen[type(event).__name__] += 1
+
+
 if __name__ == "__main__":
+    if app.settings.metrics_port:
+        app.subscribe(look_on)
     set_up(app.settings.log_level, app.settings.log_format)
     sys.exit(0 if app.run_worker() else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 import psycopg
@@ -384,6 +386,38 @@ def idle(bench: Bench) -> None:
         "a minute",
     )
     print(f"         {calls} in {seconds} s")
+
+
+def metrics(bench: Bench) -> None:
+    """Everything on that can look on, and somebody who scrapes every second, against nothing but log lines."""
+    jobs = bench.count(100_000)
+    bench.pairs(
+        "a worker that is looked at, against one that is not",
+        0.9,
+        lambda: _looked_at(bench, jobs),
+        lambda: drained(bench, jobs),
+        "jobs/s",
+    )
+
+
+def _looked_at(bench: Bench, jobs: int) -> float:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = threading.Event()
+
+    def scrape() -> None:
+        while not done.wait(1):
+            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                answer.read()
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    try:
+        return drained(bench, jobs, metrics_port=port)
+    finally:
+        done.set()
+        scraper.join()
 
 
 def memory(bench: Bench) -> None:

@@ -23,7 +23,7 @@ REGISTRY = {"tasks", "queues", "pauses", "settings", "schedules", "edges"}
 OTHER = {"workers", "snapshots", "duties", "audit", "moves", "migrations", "all_jobs"}
 
 PRODUCING = {"enqueue", "enqueue_many", "clock"}
-VIEWING = {"clock", "look", "await_results"}
+VIEWING = {"clock", "look", "await_results", "measure_queues"}
 STEERING = {"cancel", "complete", "revive", "run_now", "pause", "resume", "retain", "note"}
 NOBODY = {
     "check_payload",
@@ -301,6 +301,7 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         operator.rows("update {}.settings set value = '10000' where name = 'max_payload'")
         assert viewer.value("select count(*) from {}.audit") == 8
         assert viewer.state(expiring) == "expired"
+        assert viewer.value("select queue from {}.measure_queues(array['mail'])") == "mail"
         assert len(viewer.rows("select * from {}.look(%s)", ids)) == len(ids)
 
         beyond: list[tuple[Protocol, Any]] = [

@@ -40,6 +40,31 @@ class WorkerStopped(Event, frozen=True):
     abandoned: int
 
 
+class EndpointOpened(Event, frozen=True):
+    """A worker tells over HTTP how it is."""
+
+    host: str
+    port: int
+    metrics: bool
+    """Whether it has what metrics need."""
+
+
+class Claimed(Event, frozen=True):
+    """A claim was answered."""
+
+    tasks: Mapping[str, int]
+    """How many jobs it gave, by task."""
+
+    seconds: float
+
+
+class Settled(Event, frozen=True):
+    """A batch of outcomes was written."""
+
+    jobs: int
+    seconds: float
+
+
 class JobBegan(Event, frozen=True):
     """A handler is about to be called."""
 
@@ -138,6 +163,19 @@ class Reaped(Event, frozen=True):
     """Jobs were taken from workers that fell silent."""
 
     jobs: Mapping[int, str]
+
+
+class ReapFailed(Event, frozen=True):
+    """Jobs of workers that fell silent could not be taken back; it is tried again."""
+
+    error: str
+
+
+class LeaseRenewed(Event, frozen=True):
+    """A heartbeat was answered."""
+
+    worker: int
+    seconds: float
 
 
 class LeaseLapsing(Event, frozen=True):

@@ -83,6 +83,15 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
                 f"worker {worker} ({label}) serves {', '.join(queues)}: {_many(len(tasks), 'task')}, "
                 f"{_many(concurrency, 'job')} at once, {connections} connections"
             )
+        case events.EndpointOpened(host, port, metrics):
+            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if metrics:
+                return logging.INFO, f"how it is can be asked at http://{at} (/live, /ready, /metrics)"
+            return logging.WARNING, (
+                f"how it is can be asked at http://{at} (/live, /ready); for /metrics install shiftwork[prometheus]"
+            )
+        case events.ReapFailed(error):
+            return logging.ERROR, f"jobs of workers that fell silent cannot be taken back now: {error}"
         case events.WorkerStopping(worker, why, running):
             return logging.INFO, f"worker {worker} stops ({why}); {_many(running, 'job')} still running"
         case events.WorkerStopped(worker, clean, jobs, abandoned):

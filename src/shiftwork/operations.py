@@ -559,6 +559,11 @@ def list_tasks(store: Protocol) -> Plan[Rows]:
     return (yield store.tasks())
 
 
+def measure_queues(store: Protocol, queues: Sequence[str]) -> Plan[Rows]:
+    """What waits in these queues: `ready`, counted up to 10,000, and for how many seconds the `oldest` has been due."""
+    return (yield store.measure_queues(queues))
+
+
 def list_workers(store: Protocol, worker: int | None = None, *, gone: bool = False) -> Plan[Rows]:
     """Workers: what they serve, hold and said of themselves last."""
     return (yield store.workers(worker, gone=gone))

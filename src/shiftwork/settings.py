@@ -377,6 +377,16 @@ class Settings:
         text("1 to 100 letters, digits, dots, underscores and hyphens", _WORKER_NAME.fullmatch),
         "what it is called, where workers are listed",
     )
+    metrics_port: int = _set(
+        0,
+        whole(0, 65_535),
+        "where it tells how it is, over HTTP: /live, /ready and /metrics; of several processes each has the next port. 0 is nowhere",
+    )
+    metrics_host: str = _set(
+        "127.0.0.1",
+        text("an address of this machine"),
+        "the address at which it does; others than this machine's own can be asked from outside",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _set(
         "info", choice("debug", "info", "warning", "error"), "how much it tells"
     )

@@ -63,6 +63,8 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "What is seen of it": {
         "name": "NAME",
+        "metrics_port": "PORT",
+        "metrics_host": "ADDRESS",
         "log_level": "LEVEL",
         "log_format": "text|json",
     },

@@ -59,7 +59,8 @@ grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, 
 
 -- A viewer reads, and changes nothing.
 grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
-grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork.await_results(double precision)
+grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork.await_results(double precision),
+  shiftwork.measure_queues(text[], int)
   to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
 
 -- A worker moves jobs; it makes no tables, and steers nothing.

@@ -125,6 +125,7 @@ QUEUES = KNOWN.replace("<kind>", "queue").replace(
 TASKS = KNOWN.replace("<kind>", "task").replace(
     "<said>", "known.queue, known.priority, known.max_attempts, known.description"
 )
+MEASURE_QUEUES = "select queue, ready, oldest from shiftwork.measure_queues(%s::text[])"
 # Each with what it said of itself last, and with the jobs that it holds, the oldest first.
 WORKERS = """
 select worker.id, worker.label, worker.name, worker.host, worker.pid, worker.queues, worker.details,
@@ -363,6 +364,10 @@ class Protocol:
     def tasks(self) -> Statement:
         """Tasks: what is registered, their jobs, and whether they are paused."""
         return self._look(TASKS)
+
+    def measure_queues(self, queues: Sequence[str]) -> Statement:
+        """How much waits in these queues, and for how long."""
+        return self._look(MEASURE_QUEUES, list(queues))
 
     def workers(self, worker: int | None, *, gone: bool) -> Statement:
         """Workers: what they serve, hold and say of themselves; those that are gone too, if asked for."""

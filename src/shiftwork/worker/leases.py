@@ -79,6 +79,9 @@ class Leases:
         self.lapsed = False
         """Whether it is too late to trust in the lease."""
 
+        self.took = 0.0
+        """Seconds that the last beat took."""
+
         self._seen = 0
         self._renewed = 0.0
         self._silent = False
@@ -108,6 +111,16 @@ class Leases:
         """Beat now: there may be news."""
         if self._loop is not None and self._nudged is not None:
             self._loop.call_soon_threadsafe(self._nudged.set)
+
+    def ping(self) -> threading.Event:
+        """Set by the thread as soon as it turns; at once if it has not begun."""
+        turned = threading.Event()
+        if self._thread is None:
+            turned.set()
+        elif self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(turned.set)
+        return turned
 
     async def reconcile(self) -> bool:
         """Find what a claim without an answer has taken; says whether that could be done."""
@@ -191,6 +204,7 @@ class Leases:
             self._tell(self._silence, None)
         if worker == self.worker:
             self._renewed, self._seen, self.lapsed = sent, answered, False
+            self.took = through_suspend() - sent
             self._tell(self._pulse, pulse, held)
         _answer(asked, True)
         return True

@@ -12,6 +12,7 @@ the outcome of its job.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
@@ -56,6 +57,7 @@ class Settling:
         answered: Callable[[Run, Outcome | None, str], None],
         trouble: Callable[[ShiftworkError | None], None],
         more: Callable[[], bool],
+        wrote: Callable[[int, float], None],
         at: Callable[[str], Awaitable[None] | None] | None = None,
     ) -> None:
         self._store = store
@@ -63,6 +65,7 @@ class Settling:
         self._answered = answered
         self._trouble = trouble
         self._more = more
+        self._wrote = wrote
         self._at = at
         self._outcomes: deque[Told] = deque()
         self._returns: deque[Run] = deque()
@@ -211,9 +214,11 @@ class Settling:
         """Outcomes of one worker: its fence is part of theirs."""
         if self._at and (held := self._at("settling")) is not None:
             await held
+        began = time.perf_counter()
         settled = await self._line.perform(
             operations.settle_encoded(self._store, batch[0][0].worker, [told[2] for told in batch])
         )
+        self._wrote(len(batch), time.perf_counter() - began)
         if self._at and (held := self._at("settled")) is not None:
             await held
         busy = []

@@ -8,9 +8,10 @@ import os
 import random
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from shiftwork import events, operations
 from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, ShiftworkError
@@ -34,6 +35,10 @@ from shiftwork.worker.state import described, memory
 from shiftwork.worker.transactions import Transactions
 from shiftwork.worker.waking import Listener, Wake
 
+if TYPE_CHECKING:
+    from shiftwork.worker.endpoint import Endpoint
+    from shiftwork.worker.health import Health
+
 BATCH = 500
 """Jobs in one claim at most: while they run, the next are claimed."""
 
@@ -56,6 +61,9 @@ LOCKED = 0.05
 
 FULL = 0.5
 """How full the server's queue of notifications may be before it is worth a warning; from there on inserts keep silent."""
+
+MOST_QUEUES = 100
+"""Queues of which metrics tell."""
 
 STUBBORN = 1.0
 """Seconds that handlers have for their cleaning up once they were told to stop at the end of the grace."""
@@ -117,6 +125,7 @@ class Worker:
         """Whether all queues are looked through from their start, since nothing seems to be left."""
 
         self._reap_due = False
+        self._notifications = 0.0
         self._piling_up = False
         """Whether the server's queue of notifications is about to be full."""
 
@@ -163,6 +172,7 @@ class Worker:
             answered=self._answered,
             trouble=lambda error: self._trouble("settling", error),
             more=lambda: bool(self._slots.ready),
+            wrote=lambda jobs, seconds: self._publish(events.Settled(jobs, seconds)),
             at=self._at,
         )
         self._transactions = Transactions(self._settings, self._store, self._name)
@@ -188,6 +198,7 @@ class Worker:
         self._listener = Listener(
             self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
         )
+        self._endpoint = self._opened() if self._settings.metrics_port else None
         cancelled: asyncio.CancelledError | None = None
         try:
             await self._unless_stopped(self._begin())
@@ -328,6 +339,7 @@ class Worker:
         if lane.limits:
             want = min(want, free)
         await self._reached("claiming")
+        began = time.perf_counter()
         claimed = await self._line.perform(
             operations.claim(
                 self._store,
@@ -340,6 +352,9 @@ class Worker:
                 but=lane.but,
             )
         )
+        if self._subscribers:
+            tasks = Counter(map(_task_of, claimed.taken))
+            self._publish(events.Claimed(tasks, time.perf_counter() - began))
         await self._reached("claimed")
         if not claimed.number:
             self._leases.nudge()  # late; the next beat tells whether we were given up
@@ -399,7 +414,11 @@ class Worker:
 
     async def _reap(self) -> None:
         self._reap_due = False
-        answers = await self._line.perform(operations.reap(self._store, self.id))
+        try:
+            answers = await self._line.perform(operations.reap(self._store, self.id))
+        except DatabaseError as error:
+            self._publish(events.ReapFailed(str(error)))
+            raise
         if answers:
             self._publish(events.Reaped(answers))
             self._wake()
@@ -538,7 +557,10 @@ class Worker:
         if pulse.reap:
             self._reap_due = True
             self._wake()
+        if pulse.alive:
+            self._publish(events.LeaseRenewed(self.id, self._leases.took))
         self._duties.tell(pulse.duties)
+        self._notifications = pulse.notifications
         if (pulse.notifications > FULL) is not self._piling_up:
             self._piling_up = not self._piling_up
             self._publish(events.NotificationsPileUp(pulse.notifications, over=not self._piling_up))
@@ -697,6 +719,8 @@ class Worker:
     async def _end(self) -> bool:
         await self._processes.close()
         await self._leases.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
         if self.id:
             with contextlib.suppress(ShiftworkError):
                 await self._line.perform(operations.leave(self._store, self.id), within=LAST)
@@ -727,6 +751,41 @@ class Worker:
             "cpu": time.process_time(),
         }
 
+    def _opened(self) -> Endpoint:
+        """Where we tell over HTTP how we are; each of several processes has its own port."""
+        from shiftwork.worker.endpoint import Endpoint  # noqa: PLC0415  -- most workers need no web server
+        from shiftwork.worker.health import Health  # noqa: PLC0415
+        from shiftwork.worker.metrics import Metrics  # noqa: PLC0415
+
+        settings = self._settings
+        port = settings.metrics_port + int(os.environ.get("SHIFTWORK_PROCESS", "0"))
+        health = Health()
+        metrics = Metrics(self._tasks, lambda: self._facts(health))
+        endpoint = Endpoint(
+            (settings.metrics_host, port),
+            health,
+            metrics,
+            ping=self._leases.ping,
+            line=Line(settings, lambda: f"{self._name()} metrics"),
+            store=self._store,
+            queues=list(self._queues)[:MOST_QUEUES],
+        )
+        endpoint.open()
+        self._subscribers += [health, metrics]
+        self._publish(events.EndpointOpened(*endpoint.address, metrics=endpoint.has_metrics))
+        return endpoint
+
+    def _facts(self, health: Health) -> Mapping[str, float]:
+        """Gauges, for whoever asks."""
+        return {
+            "ready": not health.reasons(),
+            "slots": self._slots.many,
+            "slots_busy": len(self._slots.busy),
+            "jobs_held": len(self.holding),
+            "outcomes_unwritten": self._settling.waiting,
+            "notification_queue_usage": self._notifications,
+        }
+
     def _ends_at(self) -> float | None:
         longest = self._settings.max_time
         return None if longest is None else time.monotonic() + longest.total_seconds()
@@ -748,6 +807,9 @@ def _end(run: Run, outcome: Outcome | None, answer: str) -> Event:
 def _wants_beginnings(subscriber: Subscriber) -> bool:
     wants: Callable[[type[Event]], bool] | None = getattr(subscriber, "wants", None)
     return wants is None or wants(events.JobBegan)
+
+
+_task_of = itemgetter(1)
 
 
 def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:

@@ -1,0 +1,75 @@
+"""Whether a worker is alive, and whether it is able to claim: two questions with two answers.
+
+A worker that cannot claim (the database is away, it is paused, it stops) is alive and must not be killed for that. One whose
+heartbeat thread does not turn any more will never be anything else again.
+"""
+
+from __future__ import annotations
+
+from shiftwork import events
+from shiftwork.events import Event
+
+
+class Health:
+    """What events say about a worker's being able to claim."""
+
+    def __init__(self) -> None:
+        self.worker = 0
+        self._stopping: str | None = None
+        self._lapsing = False
+        self._away: set[str] = set()
+        self._deaf = False
+        self.notifications = 0.0
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Nothing of single jobs."""
+        return kind is not events.JobBegan
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is events.JobEnded:
+            return
+        match event:
+            case events.WorkerStarted(worker):
+                self.worker, self._lapsing = worker, False
+            case events.WorkerStopping(_, why):
+                self._stopping = why
+            case events.LeaseLapsing():
+                self._lapsing = True
+            case events.LeaseRenewed():
+                self._lapsing = False
+            case events.LeaseLost():
+                self.worker = 0
+            case events.DatabaseAway(part):
+                self._away.add(part)
+            case events.DatabaseBack(part):
+                self._away.discard(part)
+            case events.ListenerDeaf():
+                self._deaf = True
+            case events.ListenerProven():
+                self._deaf = False
+            case events.NotificationsPileUp(usage, over):
+                self.notifications = 0.0 if over else usage
+
+    def reasons(self) -> list[str]:
+        """Why it is not able to claim; none if it is."""
+        found = []
+        if self._stopping is not None:
+            found.append(f"it stops: {self._stopping}")
+        if not self.worker:
+            found.append("it is not registered")
+        if self._lapsing:
+            found.append("its lease could not be renewed in time")
+        if away := self._away & {"beginning", "claiming", "lease", "settling"}:
+            found.append(f"the database cannot be reached: {', '.join(sorted(away))}")
+        return found
+
+    def warnings(self) -> list[str]:
+        """What somebody should look at, though it does not keep it from claiming."""
+        found = []
+        if self._deaf:
+            found.append("notifications do not arrive; work is found by polling")
+        if self.notifications:
+            found.append(f"the server's queue of notifications is {self.notifications:.0%} full")
+        if "duties" in self._away:
+            found.append("what is done for all is interrupted")
+        return found

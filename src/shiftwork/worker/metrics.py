@@ -1,0 +1,262 @@
+"""Counting what happens in a worker, for Prometheus.
+
+Every job passes here, so counting is kept to a few additions; what was counted is put into the words of Prometheus only
+when somebody asks for it. That happens in another thread, which only reads: a figure may be one event older than its
+neighbour. Labels are bounded, whatever is enqueued: tasks that this worker does not have are all called `unknown`, and of a
+great many tasks the last ones are all called `other`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from shiftwork import events
+from shiftwork.events import Event
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+BOUNDS = tuple(0.005 * 2.5**place for place in range(12))
+"""Seconds of a job, from 5 ms to two minutes."""
+
+QUICK = tuple(0.0005 * 2.5**place for place in range(12))
+"""Seconds of a statement, from half a millisecond to twelve seconds."""
+
+MOST_TASKS = 200
+POISON = frozenset({"POISON", "ARGUMENTS_INVALID", "UNKNOWN_TASK"})
+UNKNOWN = "unknown"
+OTHER = "other"
+
+Facts = Mapping[str, float]
+Waiting = Iterable[Mapping[str, Any]]
+
+
+class Durations:
+    """A histogram."""
+
+    __slots__ = ("bounds", "many", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.many = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """It took so long."""
+        self.many[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def told(self) -> tuple[list[tuple[str, float]], float]:
+        """As Prometheus has it: how many took at most so long, and the sum."""
+        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return [*zip(names, accumulate(self.many), strict=True)], self.total
+
+
+class Task:
+    """What was counted of one task."""
+
+    __slots__ = ("flying", "most", "outcomes", "took")
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.took = Durations(BOUNDS)
+        self.flying = 0
+        self.most = 0
+        """The most that were in flight since somebody last asked."""
+
+
+class Metrics:
+    """Counts events; a collector of Prometheus."""
+
+    def __init__(self, tasks: Collection[str], facts: Callable[[], Facts]) -> None:
+        """`facts` are gauges that are asked for when somebody looks."""
+        self._facts = facts
+        names = sorted(tasks)
+        self._tasks = {name: Task() for name in names[:MOST_TASKS]}
+        other = Task() if len(names) > MOST_TASKS else None
+        self._named = {**self._tasks, **({OTHER: other} if other else {})}
+        for name in names[MOST_TASKS:]:
+            self._tasks[name] = self._named[OTHER]
+        self._unknown = self._named[UNKNOWN] = Task()
+        self._claims, self._settlements, self._renewals = Durations(QUICK), Durations(QUICK), Durations(QUICK)
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._listens = 0
+        self._waiting: Waiting = ()
+        self._measured = float("-inf")
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Beginnings are not counted: what is in flight follows from claims and ends."""
+        return kind is not events.JobBegan
+
+    def __call__(self, event: Event) -> None:
+        if type(event) is events.JobEnded:
+            task = self._tasks.get(event.task) or self._unknown
+            task.flying -= 1
+            task.outcomes["ok" if event.state == "completed" else _outcome(event)] += 1
+            task.took.add(event.seconds)
+        else:
+            self._count(event)
+
+    def _count(self, event: Event) -> None:  # noqa: PLR0912
+        counts = self._counts
+        match event:
+            case events.Claimed(tasks, seconds):
+                self._claims.add(seconds)
+                for name, many in tasks.items():
+                    task = self._tasks.get(name) or self._unknown
+                    task.flying += many
+                    task.most = max(task.most, task.flying)
+            case events.Settled(_, seconds):
+                self._settlements.add(seconds)
+            case events.LeaseRenewed(_, seconds):
+                self._renewals.add(seconds)
+            case events.JobReleased(_, name) | events.JobLost(_, name):
+                task = self._tasks.get(name) or self._unknown
+                task.flying -= 1
+                task.outcomes["released" if isinstance(event, events.JobReleased) else "lost"] += 1
+            case events.Reaped(jobs):
+                for answer in jobs.values():
+                    counts["reset_failures" if answer == "failed" else "resets",] += 1
+            case events.ReapFailed():
+                counts["reset_errors",] += 1
+            case events.DatabaseAway(part):
+                counts["outages", part] += 1
+            case events.DatabaseBack(part):
+                counts["reconnects", part] += 1
+            case events.DutyDone(duty):
+                counts["duties", duty, "done"] += 1
+            case events.DutyFailed(duty):
+                counts["duties", duty, "failed"] += 1
+            case events.LeaseLapsing():
+                counts["leases", "lapsing"] += 1
+            case events.LeaseLost():
+                counts["leases", "lost"] += 1
+            case events.StraysReleased(jobs):
+                counts["strays",] += len(jobs)
+            case events.JobRefused():
+                counts["refused",] += 1
+            case events.ListenerProven():
+                self._listens = 1
+            case events.ListenerDeaf():
+                self._listens = 0
+
+    def measured(self, waiting: Waiting) -> None:
+        """So much waits in the queues, now."""
+        self._waiting, self._measured = waiting, time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """How old the figures of the queues are, in seconds."""
+        return time.monotonic() - self._measured
+
+    # What is told of it.
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing beforehand: asking what there is would count as asking."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, for whoever asks; then the most in flight begins anew."""
+        from prometheus_client.core import (  # noqa: PLC0415  -- an extra
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        processed = CounterMetricFamily(
+            "shiftwork_jobs_processed",
+            "Attempts that ended, by what became of the job.",
+            labels=("task", "outcome"),
+        )
+        took = HistogramMetricFamily(
+            "shiftwork_job_duration_seconds", "How long handlers took.", labels=("task",)
+        )
+        flying = GaugeMetricFamily(
+            "shiftwork_jobs_in_flight",
+            "Jobs that this worker held at once, the most since the last scrape.",
+            labels=("task",),
+        )
+        for name, task in self._named.items():
+            for outcome, many in task.outcomes.copy().items():
+                processed.add_metric((name, outcome), many)
+            buckets, total = task.took.told()
+            if name in self._tasks or buckets[-1][1] or task.most:
+                took.add_metric((name,), buckets, total)
+                flying.add_metric((name,), max(task.most, task.flying))
+            task.most = task.flying
+        yield from (processed, took, flying)
+
+        for name, words, durations in (
+            ("claim", "How long claims took.", self._claims),
+            ("settle", "How long writing a batch of outcomes took.", self._settlements),
+            ("lease_renewal", "How long renewing the lease took.", self._renewals),
+        ):
+            family = HistogramMetricFamily(f"shiftwork_{name}_duration_seconds", words)
+            family.add_metric((), *durations.told())
+            yield family
+
+        for name, (words, labels) in COUNTERS.items():
+            counter = CounterMetricFamily(f"shiftwork_{name}", words, labels=labels)
+            if not labels:
+                counter.add_metric((), self._counts[name,])
+            for (kind, *values), many in self._counts.copy().items():
+                if kind == name and labels:
+                    counter.add_metric(values, many)
+            yield counter
+
+        for name, value in {
+            "listening": self._listens,
+            "queue_depth_age_seconds": self.age,
+            **self._facts(),
+        }.items():
+            gauge = GaugeMetricFamily(f"shiftwork_{name}", GAUGES[name])
+            gauge.add_metric((), value)
+            yield gauge
+
+        depth = GaugeMetricFamily(
+            "shiftwork_queue_depth", "Jobs that are ready, counted up to 10,000.", labels=("queue",)
+        )
+        oldest = GaugeMetricFamily(
+            "shiftwork_queue_oldest_wait_seconds",
+            "For how long the oldest ready job has been due.",
+            labels=("queue",),
+        )
+        for row in self._waiting:
+            depth.add_metric((row["queue"],), row["ready"])
+            oldest.add_metric((row["queue"],), row["oldest"])
+        yield from (depth, oldest)
+
+
+def _outcome(event: events.JobEnded) -> str:
+    if event.state == "scheduled":
+        return "snoozed" if event.error is None or event.error.get("code") == "SNOOZED" else "retry"
+    poisoned = event.state == "failed" and (event.error or {}).get("code") in POISON
+    return "poison" if poisoned else event.state
+
+
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "resets": ("Jobs taken from workers that fell silent, to run again or to be cancelled.", ()),
+    "reset_failures": ("Jobs taken from workers that fell silent, and failed: it happened too often.", ()),
+    "reset_errors": ("Attempts to take jobs back that failed.", ()),
+    "strays": ("Jobs given back whose claim had no answer.", ()),
+    "refused": ("Outcomes that the database refused.", ()),
+    "leases": ("Leases that could not be renewed in time, or were lost.", ("what",)),
+    "outages": ("How often a part of this worker could not reach the database.", ("part",)),
+    "reconnects": ("How often it could again.", ("part",)),
+    "duties": ("Duties that this worker did for all.", ("duty", "outcome")),
+}
+GAUGES: Mapping[str, str] = {
+    "listening": "Whether notifications are known to arrive.",
+    "ready": "Whether this worker is able to claim.",
+    "slots": "How many jobs may run at once.",
+    "slots_busy": "How many run now.",
+    "jobs_held": "Jobs that are claimed and not written about yet.",
+    "outcomes_unwritten": "Outcomes that wait to be written.",
+    "notification_queue_usage": "How full the server's queue of notifications is, from 0 to 1.",
+    "queue_depth_age_seconds": "How old the figures of the queues are.",
+}
