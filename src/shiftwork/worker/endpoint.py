@@ -82,7 +82,6 @@ class Endpoint:
             raise ConfigurationError(
                 f"metrics_port: nobody can listen at {host}, port {port}: {error.strerror or error}"
             ) from None
-        self.address = self._server.server_address[0], self._server.server_address[1]  # type: ignore[assignment]
         threading.Thread(target=self._server.serve_forever, name="shiftwork-endpoint", daemon=True).start()
 
     async def close(self) -> None:
@@ -193,12 +192,12 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """One question, one answer."""
 
-    server: Server
     server_version = "shiftwork"
     sys_version = ""
     timeout = SLOW
 
     def do_GET(self) -> None:
+        assert isinstance(self.server, Server)  # noqa: S101
         status, kind, body = self.server.answer(self.path, self.headers.get("Accept", ""))
         self.send_response(status)
         self.send_header("Content-Type", kind)
