@@ -335,7 +335,7 @@ def test_a_file_that_says_nothing_to_us_is_not_judged(tmp_path: Path) -> None:
         ("max_jobs", "0", "a whole number from 1 to 2,147,483,647, or none"),
         ("stop_when_idle", "perhaps", "true, false, yes, no, 1 or 0"),
         ("unknown_tasks", "drop", "leave or fail"),
-        ("metrics_port", 65536, "0 to 65,535"),
+        ("metrics_port", "65536", "a whole number from 0 to 65,535"),
         ("log_level", "loud", "debug, info, warning or error"),
         ("name", "two words", "1 to 100 letters"),
         ("name", "x" * 101, "1 to 100 letters"),
