@@ -54,6 +54,7 @@ test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
 
 spec: $(READY) ## write the page of rows that the tests show
 	@$(BIN)/python docs/rows.py
+	@$(BIN)/python docs/faults.py
 
 clean: ## remove everything that make made
 	@rm -rf $(VENV) .venv-3.* .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build

@@ -197,6 +197,14 @@ WORDS = {
     "SG-32": "lost jobs can be taken back by a process that runs none",
     "D-15": "one function takes lost jobs back; workers call it for each other, and so does a command",
     "SH-36": "a worker is drained by one signal: it ends what runs, and says so with its exit code",
+    "HO-20": "a job for which there was no thread or no session has not begun, and is given back for nothing",
+    "HO-23": "a reaping that is refused again and again is left alone for a while, loudly, and keeps nobody from claiming",
+    "HO-26": "while the database is away the waits double, from half a second to half a minute, and are not the same for everybody",
+    "HO-27": "what will pass is waited for; what no waiting can mend ends the worker, with the reason",
+    "ST-23": "a worker that lost its connections makes them anew, without end",
+    "ST-5": "a notification names a queue; what is not ours, or makes no sense, wakes nobody for long",
+    "QU-29": "one channel for work, one for jobs that are to be looked at, one for results, on one connection",
+    "A-10": "behind a pooler everything works by polling; a second address brings notifications back, and a call proves that they come",
 }
 
 
@@ -215,12 +223,14 @@ def tests_in(path: Path) -> list[tuple[int, str]]:
     return sorted(found)
 
 
-def claims_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+def claims_of(
+    path: Path, naming: re.Pattern[str] = NAMED, one: re.Pattern[str] = ROW
+) -> Iterator[tuple[int, list[str]]]:
     """Each comment that names rows: its line, and the rows."""
     source = io.StringIO(path.read_text("utf-8"))
     for token in tokenize.generate_tokens(source.readline):
-        if token.type == tokenize.COMMENT and (match := NAMED.search(token.string)):
-            yield token.start[0], ROW.findall(match[1])
+        if token.type == tokenize.COMMENT and (match := naming.search(token.string)):
+            yield token.start[0], one.findall(match[1])
 
 
 def shown() -> tuple[dict[str, list[str]], list[str]]:

@@ -766,6 +766,7 @@ def test_a_line_cut_in_the_middle_leaves_open_whether_it_was_committed(
     app: App, dsn: str, connection: Connection
 ) -> None:
     # spec: HO-32
+    # fault: F11
     task = declare(app).greet
     with (
         ThreadPoolExecutor() as threads,
@@ -820,6 +821,7 @@ async def test_a_caller_that_gives_up_leaves_nothing_behind(dsn: str, connection
 
 def test_a_commit_that_is_not_answered_may_have_happened(app: App, connection: Connection) -> None:
     # spec: HO-32
+    # fault: F11
     task = declare(app).greet
     connection.execute(
         """create function cut() returns trigger language plpgsql as
@@ -908,6 +910,7 @@ def test_an_app_serves_one_event_loop_after_another(dsn: str) -> None:
 
 
 def test_a_forked_child_does_not_use_its_parents_connection(dsn: str) -> None:
+    # fault: F33
     script = """
 import os, sys
 from shiftwork import App

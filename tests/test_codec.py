@@ -283,6 +283,7 @@ def nested(levels: int) -> list[Any]:
 def test_a_value_that_cannot_be_stored_is_refused_by_the_name_of_its_argument(
     value: object, said: str
 ) -> None:
+    # fault: F40
     refused = refusal(mail, "ada", extra=value)
     assert refused.argument == "extra"
     with pytest.raises(InvalidArgument, match=f"(?s)'extra' of task 'mail'.*{said}"):
@@ -409,6 +410,7 @@ json_values = st.recursive(
 @settings(deadline=None)
 @given(json_values)
 def test_any_json_is_either_stored_unchanged_or_refused_by_name(value: Any) -> None:
+    # fault: F40
     signature = Signature("mail", mail)
     try:
         stored = send(signature, "ada", extra=value)

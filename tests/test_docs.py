@@ -290,3 +290,10 @@ def test_a_claim_that_nobody_can_read_is_an_error(project: Path, named: str, com
         answer = rows(project, *arguments)
         assert answer.returncode == 1
         assert complaint in answer.stderr
+
+
+def test_every_fault_is_shown_and_its_page_names_tests_that_are_there() -> None:
+    said = subprocess.run(
+        [sys.executable, "docs/faults.py", "--check"], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr

@@ -149,6 +149,7 @@ def states(protocol: Protocol, jobs: list[int]) -> set[str]:
 
 def test_no_verb_is_stopped_by_odd_rows_and_every_job_can_be_brought_to_an_end(protocol: Protocol) -> None:
     # spec: SH-2, ST-2
+    # fault: F29, F40
     worker = protocol.register(lease=86400)
     odd = put(protocol, worker)
 
@@ -241,6 +242,7 @@ def refusing(protocol: Protocol, table: str, column: str, job: int) -> Iterator[
 
 def test_a_trigger_that_refuses_one_outcome_stops_no_other(protocol: Protocol) -> None:
     # spec: D-16
+    # fault: F29
     first, bad, last = good(protocol)
     worker = protocol.register()
     jobs = protocol.claim(worker).jobs
@@ -252,6 +254,7 @@ def test_a_trigger_that_refuses_one_outcome_stops_no_other(protocol: Protocol) -
 
 def test_a_trigger_that_refuses_one_lost_job_stops_no_other(protocol: Protocol) -> None:
     # spec: D-2, QU-8
+    # fault: F29
     protocol.rows("insert into {}.tasks (name, on_lost) values ('good', 'fail')")
     first, bad, last = good(protocol)
     worker = protocol.register()
@@ -275,6 +278,7 @@ def test_a_trigger_that_refuses_to_note_a_lost_attempt_stops_no_other(protocol: 
 
 def test_a_trigger_that_refuses_one_expired_job_stops_no_other(protocol: Protocol) -> None:
     # spec: HO-6
+    # fault: F29
     first, bad, last = good(protocol, expires_in=60)
     protocol.shift_clock(timedelta(minutes=2))
     with refusing(protocol, "history", "id", bad):

@@ -31,6 +31,7 @@ def seeds(share: int) -> list[int]:
 # spec: D-2, D-9, D-16, SH-21, SH-22
 @pytest.mark.parametrize("share", range(SHARES))
 def test_no_interleaving_breaks_an_invariant(dsn: str, share: int) -> None:
+    # fault: F27
     explorer = Explorer(dsn)
     with closing(explorer):
         explore(explorer, seeds(share))

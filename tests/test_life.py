@@ -501,6 +501,7 @@ def test_only_the_clock_of_the_database_counts_and_tests_may_shift_it(protocol: 
 
 def test_every_worker_is_new_and_says_who_it_is(protocol: Protocol) -> None:
     # spec: D-27
+    # fault: F25
     first, second = (protocol.register(name="mailer", host="box", pid=7) for _ in range(2))
     labels = protocol.rows("select id, label, token, backend_pid from {}.workers order by id")
     assert [one["id"] for one in labels] == [first, second]

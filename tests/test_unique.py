@@ -312,6 +312,7 @@ def test_batches_with_the_same_keys_in_opposite_orders_never_deadlock(
     dsn: str, protocol: Protocol, options: Row
 ) -> None:
     # spec: QU-23, D-20
+    # fault: F39
     wishes = [
         {"task": f"task{n % 3}", "payload": {"n": 1}, "unique_key": f"key{n}", **options} for n in range(40)
     ]

@@ -61,6 +61,7 @@ def sleep(protocol: Protocol, seconds: float = 60) -> list[str]:
 
 def test_nobody_is_notified_unless_somebody_sleeps(protocol: Protocol, ear: Listener) -> None:
     # spec: SH-6, D-6
+    # fault: F36
     for text in WAYS.values():
         protocol.rows(text)
     assert ear.news() == []
@@ -115,6 +116,7 @@ def test_a_statement_notifies_once_for_each_queue_and_once_for_many(
     protocol: Protocol, ear: Listener
 ) -> None:
     # spec: SH-6, D-6
+    # fault: F36
     sleep(protocol)
     protocol.enqueue_many({"task": "t", "queue": f"q{n % 2}"} for n in range(100))
     assert sorted(ear.news()) == [("shiftwork_wake", "q0"), ("shiftwork_wake", "q1")]
@@ -248,6 +250,7 @@ def test_the_holder_of_a_job_hears_that_it_is_to_be_cancelled(protocol: Protocol
 
 def test_nobody_notifies_into_a_queue_that_is_more_than_half_full(protocol: Protocol, ear: Listener) -> None:
     # spec: D-6
+    # fault: F35
     notifying = protocol.rows(
         "select oid::regprocedure::text as name, pg_get_functiondef(oid) as source from pg_proc "
         "where pronamespace = '{}'::regnamespace and prosrc like '%%pg_notify(%%'",

@@ -15,6 +15,7 @@ POINTS = ["claimed", "began", "ended", "settling", "settled"]
 @pytest.mark.parametrize("point", POINTS)
 def test_a_worker_may_die_at_any_point(dsn: str, point: str) -> None:
     # spec: SG-15, D-2, HO-22, HO-24, SH-21
+    # fault: F3
     with Crew(dsn) as crew:
         job = crew.enqueue("note", 1)
         process = crew.hire(die_at=point, lease="60s")
@@ -72,6 +73,7 @@ def test_a_task_says_what_becomes_of_a_job_that_lost_its_worker(dsn: str) -> Non
 
 def test_a_job_that_kills_its_process_ends_as_failed(dsn: str) -> None:
     # spec: SH-22, D-2, D-9
+    # fault: F30
     with Crew(dsn) as crew:
         job = crew.enqueue("deadly", 1)
         for turn in range(2):
@@ -86,6 +88,7 @@ def test_a_job_that_kills_its_process_ends_as_failed(dsn: str) -> None:
 
 def test_a_stopped_worker_loses_its_transaction_and_can_commit_nothing(dsn: str) -> None:
     # spec: D-1, D-16, QU-18, SG-17
+    # fault: F4
     with Crew(dsn) as crew:
         with crew.gate():
             job = crew.enqueue("transfer_waiting", 1)
@@ -113,6 +116,7 @@ def test_a_stopped_worker_loses_its_transaction_and_can_commit_nothing(dsn: str)
 
 def test_whatever_is_killed_every_effect_happens_and_every_job_ends(dsn: str) -> None:
     # spec: D-1, D-2, D-16, QU-18, SH-21, HO-22
+    # fault: F1
     with Crew(dsn) as crew:
         account = unleash(crew, kills=4, transactional=300, plain=150, lease=2, poll=4, seed=1)
     assert account.violations == [], account.told()

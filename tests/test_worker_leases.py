@@ -65,6 +65,7 @@ async def test_an_event_loop_that_is_blocked_does_not_keep_the_lease_from_being_
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: SG-16, QU-6, D-13
+    # fault: F5
     app = App(dsn)
     protocol.connection.execute(BEATS)
 
@@ -86,6 +87,7 @@ async def test_an_event_loop_that_is_blocked_does_not_keep_the_lease_from_being_
 
 async def test_threads_that_burn_the_processor_do_not_either(dsn: str, protocol: Protocol) -> None:
     # spec: QU-6, D-13
+    # fault: F5
     app = App(dsn)
     protocol.connection.execute(BEATS)
     enough = threading.Event()
@@ -117,6 +119,7 @@ def seen_beats(dsn: str, many: int) -> None:
 
 async def test_handlers_that_hold_every_session_do_not_either(dsn: str, protocol: Protocol) -> None:
     # spec: SG-16, QU-6
+    # fault: F17
     app = App(dsn)
     protocol.connection.execute(BEATS)
     latch = Latch()
@@ -149,6 +152,7 @@ async def test_handlers_are_told_before_a_lease_ends_that_cannot_be_renewed(
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: SG-17, QU-9, D-13
+    # fault: F6
     with Wire(dsn) as wire:
         app = App(wire.dsn)
         latch = Latch()
@@ -242,6 +246,7 @@ async def test_a_worker_whose_row_was_deleted_registers_anew_and_finds_its_jobs(
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: D-27
+    # fault: F25
     app = App(dsn)
     latch = Latch()
 
@@ -260,6 +265,7 @@ async def test_a_worker_whose_row_was_deleted_registers_anew_and_finds_its_jobs(
 
 
 async def test_a_blocked_event_loop_hears_all_of_it_afterwards(dsn: str, protocol: Protocol) -> None:
+    # fault: F5
     app = App(dsn)
     protocol.connection.execute(BEATS)
     former: list[int] = []
@@ -353,6 +359,7 @@ async def test_what_a_claim_took_without_telling_is_found_and_given_back(
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: SG-33, D-16
+    # fault: F11
     with Wire(dsn) as wire:
         app = App(wire.dsn)
 
@@ -415,6 +422,7 @@ async def test_nothing_is_claimed_before_what_was_lost_is_found(
 
 async def test_an_outcome_whose_answer_was_lost_is_written_once(dsn: str, protocol: Protocol) -> None:
     # spec: HO-10, D-16
+    # fault: F11
     with Wire(dsn) as wire:
         app = App(wire.dsn)
         ran: list[int] = []
@@ -437,6 +445,7 @@ async def test_an_outcome_whose_answer_was_lost_is_written_once(dsn: str, protoc
 
 async def test_a_commit_whose_answer_was_lost_is_no_reason_to_run_again(dsn: str, protocol: Protocol) -> None:
     # spec: QU-18, D-1
+    # fault: F11
     protocol.connection.execute("create table effects (attempt int)")
     with Wire(dsn) as wire:
         app = App(wire.dsn)
@@ -515,6 +524,7 @@ async def test_a_worker_that_was_away_for_longer_than_its_lease_loses_its_jobs_a
 
 async def test_every_session_may_be_ended_at_any_time(dsn: str, protocol: Protocol) -> None:
     # spec: QU-15, HO-28
+    # fault: F7
     app = App(dsn)
     ran: list[int] = []
 

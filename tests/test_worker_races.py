@@ -54,6 +54,7 @@ async def test_a_worker_that_lives_keeps_what_it_has_yet_to_write(dsn: str, prot
 @pytest.mark.parametrize("point", ["ended", "settling"])
 async def test_what_is_written_too_late_is_refused(dsn: str, protocol: Protocol, point: str) -> None:
     # spec: HO-10, HO-40, D-16, QU-9
+    # fault: F4
     app = App(dsn)
 
     @app.task
@@ -449,6 +450,7 @@ async def test_an_outcome_that_cannot_be_written_fails_its_job_and_nobody_elses(
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: HO-10, HO-12
+    # fault: F29
     app = App(dsn)
     latch = Latch()
 
@@ -475,6 +477,7 @@ async def test_an_outcome_that_cannot_be_written_fails_its_job_and_nobody_elses(
 
 async def test_a_refusal_that_will_pass_is_not_held_against_a_job(dsn: str, protocol: Protocol) -> None:
     # spec: HO-10
+    # fault: F39
     app = App(dsn)
     latch = Latch()
 

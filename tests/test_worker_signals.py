@@ -21,6 +21,7 @@ def told(process: subprocess.Popen[bytes], number: int, *, within: float) -> int
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda one: one.name)
 def test_a_worker_under_load_stops_within_its_grace_and_loses_nothing(dsn: str, number: int) -> None:
     # spec: SH-24, SH-36, HO-25, QU-14, D-25
+    # fault: F28
     with Crew(dsn) as crew:
         for task in ("note", "note_blocking", "transfer", "transfer_blocking"):
             crew.connection.execute("select count(*) from shiftwork.enqueue_many(%s)", (jobs(task, 200),))
@@ -73,6 +74,7 @@ def test_after_the_grace_what_still_runs_is_given_back(dsn: str) -> None:
 
 def test_a_second_signal_is_now_and_the_jobs_come_back(dsn: str) -> None:
     # spec: SG-31, D-25
+    # fault: F28
     with Crew(dsn) as crew, crew.gate():
         ids = [crew.enqueue("wait", 1), crew.enqueue("stubborn", 2), crew.enqueue("stubborn_transfer", 3)]
         process = crew.hire(concurrency=3, prefetch=1, lease="60s", grace="1h")
@@ -96,6 +98,7 @@ def test_a_second_signal_is_now_and_the_jobs_come_back(dsn: str) -> None:
 @pytest.mark.parametrize("task", ["stubborn", "stubborn_transfer"])
 def test_a_thread_that_will_not_end_is_left_behind_with_exit_code_1(dsn: str, task: str) -> None:
     # spec: HO-25, D-25
+    # fault: F31
     with Crew(dsn) as crew:
         job, quick = crew.enqueue(task, 1), crew.enqueue("note", 2)
         process = crew.hire(lease="60s", grace="100ms")
@@ -110,6 +113,7 @@ def test_a_thread_that_will_not_end_is_left_behind_with_exit_code_1(dsn: str, ta
 @pytest.mark.parametrize("task", ["stubborn", "stubborn_aside"])
 def test_the_command_ends_past_threads_that_will_not(dsn: str, task: str) -> None:
     # spec: HO-25, D-25, SH-1
+    # fault: F31
     with Crew(dsn) as crew:
         job = crew.enqueue(task, 1)
         process = crew.hire(command=True, lease="60s", grace="100ms")
@@ -149,6 +153,7 @@ def test_a_worker_can_be_stopped_while_it_waits_for_its_first_database(dsn: str,
 @pytest.mark.parametrize("away", ["refuse", "stall"])
 def test_a_worker_can_be_stopped_while_the_database_is_away(dsn: str, away: str) -> None:
     # spec: HO-25, D-25
+    # fault: F28
     with Crew(dsn) as crew, Wire(dsn) as wire:
         process = crew.hire(wire.dsn, lease="3s", grace="1s")
         idle = crew.hire(wire.dsn, lease="3s", grace="1s")

@@ -92,6 +92,7 @@ async def test_an_insert_that_is_rolled_back_wakes_nobody_and_leaves_nothing(app
 
 async def test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_missed(app: App) -> None:
     # spec: D-5, SH-11
+    # fault: F8
     async with app, Workshop(app) as shop:
         await shop.asleep()
         cut = (
@@ -111,6 +112,7 @@ async def test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_mi
 @pytest.mark.parametrize("notify", [True, False])
 async def test_without_notifications_work_is_found_by_polling(app: App, notify: bool) -> None:
     # spec: SH-12, D-5, HO-11
+    # fault: F34
     async with app, Workshop(app, poll=timedelta(milliseconds=100), notify=notify) as shop:
         await shop.rows(
             "create or replace function shiftwork.wake(queues text[]) returns void language sql as 'select'"

@@ -44,6 +44,9 @@ class Wire:
         self.calls = 0
         self._losing: dict[bytes, int] = {}
         self._silent: set[bytes] = set()
+        self.delay = 0.0
+        """Seconds that everything takes on its way, in either direction."""
+
         self._stalled = False
         self._refusing = False
         self._lines: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
@@ -180,6 +183,7 @@ class Wire:
                     self._losing[text] -= 1
                     self.said[text.decode()] += 1
                     line.losing = True
+            await asyncio.sleep(self.delay)
             writer.write(data)
             await writer.drain()
 
@@ -191,6 +195,7 @@ class Wire:
                 if DONE in data:
                     return
                 continue
+            await asyncio.sleep(self.delay)
             writer.write(data)
             await writer.drain()
 

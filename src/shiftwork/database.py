@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -219,13 +220,24 @@ def _conninfo(dsn: str, settings: Settings, name: str | None) -> str:
     }
     if name is not None:
         given["application_name"] = name
-        patience = max(2, round(settings.lease.total_seconds()))  # a half-open line is noticed within a lease
+        patience = settings.answer_within.total_seconds()  # a half-open line is noticed within this
         ours |= {
-            "keepalives_idle": patience,
-            "keepalives_interval": max(1, patience // 3),
-            "tcp_user_timeout": patience * 1000,
+            "keepalives_idle": max(1, int(patience * 0.4)),
+            "keepalives_interval": max(1, int(patience * 0.2)),
+            "tcp_user_timeout": round(patience * 1000),
         }
+    if "," in str(given.get("host", "")) + str(given.get("hostaddr", "")):
+        ours["target_session_attrs"] = "read-write"  # of several servers, the one that takes writes
     return make_conninfo("", **{**ours, **given})
+
+
+def cut(connection: Connection[Any] | AsyncConnection[Any]) -> None:
+    """End a session that somebody still uses, and so must not be freed under him: he finds the line dead."""
+    with (
+        suppress(psycopg.Error, OSError),
+        socket.socket(fileno=os.dup(connection.fileno())) as line,
+    ):
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def _still_there(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
@@ -314,6 +326,9 @@ class Pool:
             connection = self._take() or self._connect()
             try:
                 yield connection
+            except DatabaseUnavailable:
+                connection.close()  # its server may take no writes any more, while another does
+                raise
             finally:
                 self._put(connection)
         finally:
@@ -381,6 +396,9 @@ class APool:
             connection = await self._take(shelf) or await self._connect()
             try:
                 yield connection
+            except DatabaseUnavailable:
+                await connection.close()  # its server may take no writes any more, while another does
+                raise
             finally:
                 await self._put(shelf, connection)
         finally:

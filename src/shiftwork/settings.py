@@ -341,6 +341,17 @@ class Settings:
     poll: timedelta = _set(
         30 * _SECOND, length(100 * _MOMENT, 600 * _SECOND), "how often it looks for jobs without being woken"
     )
+    reconnect: timedelta = _set(
+        500 * _MOMENT,
+        length(100 * _MOMENT, 60 * _SECOND),
+        "how long it waits before the second try when the database is away; then twice as long each time",
+    )
+    reconnect_most: timedelta = _set(
+        30 * _SECOND, length(500 * _MOMENT, 300 * _SECOND), "how long it waits between two such tries at most"
+    )
+    reconnect_tries: int | None = _set(
+        None, maybe(whole(1, 10_000)), "after how many such tries it ends; none is never"
+    )
     notify: bool = _set(True, switch(), "whether it listens for notifications; otherwise it only polls")
     timeout: timedelta | None = _set(
         None, maybe(length(_MOMENT, LONGEST)), "how long an attempt may take, where its task says nothing"
@@ -447,6 +458,11 @@ class Settings:
     def poll_unproven(self) -> timedelta:
         """How often to look while it is not known that notifications arrive."""
         return min(self.poll, 5 * _SECOND)
+
+    @property
+    def answer_within(self) -> timedelta:
+        """How soon the database answers a worker; a line on which it does not is given up as half open."""
+        return min(max(self.lease / 2, 5 * _SECOND), 15 * _SECOND)
 
     @property
     def transaction_connections(self) -> int:

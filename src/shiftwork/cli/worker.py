@@ -48,6 +48,9 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     "How it holds, waits and ends": {
         "lease": "TIME",
         "poll": "TIME",
+        "reconnect": "TIME",
+        "reconnect_most": "TIME",
+        "reconnect_tries": "N",
         "notify": "",
         "timeout": "TIME",
         "grace": "TIME",

@@ -44,6 +44,7 @@ from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated
+from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
 
 Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -55,8 +56,8 @@ Begun = tuple[partial[Any], Awaitable[Any]]
 """A handler with its arguments, and what is left of its first call."""
 
 USUAL = Retry()
-NO_SESSION = 1.0
-"""Seconds before a job is given back for which no session could be had."""
+NOT_NOW = 1.0
+"""Seconds before a job is given back for which there was no thread."""
 
 
 class After(Enum):
@@ -205,6 +206,8 @@ class Attempts:
         """What becomes of the job."""
         if run.done is not None:
             return Written(run.done)
+        if isinstance(ending, Raised) and isinstance(ending.error, NoThread):
+            return After.GIVEN_BACK  # its code has not begun
         if run.stop is not None and (run.stop is Stop.LOST or _is_interrupted(ending)):
             match run.stop:
                 case Stop.LOST:
@@ -303,7 +306,11 @@ class Attempts:
 
     async def _in_thread(self, run: Run, call: Callable[[], Any]) -> Any:  # noqa: ANN401
         self._waits()
-        return await self._threads.run(call, run)
+        try:
+            return await self._threads.run(call, run)
+        except NoThread:
+            await asyncio.sleep(NOT_NOW)
+            raise
 
     async def _in_process(self, run: Run) -> Ending | Outcome | After:
         """The handler in a process of its own, middleware and all."""
@@ -346,7 +353,7 @@ class Attempts:
                 try:
                     connection = await self.transactions.open(run)
                 except DatabaseUnavailable:
-                    await asyncio.sleep(NO_SESSION)
+                    await asyncio.sleep(self.transactions.pause())
                     return After.GIVEN_BACK  # its code has not begun
                 if run.context is not None:
                     run.context.tx = connection

@@ -23,8 +23,7 @@ from shiftwork.database import Plan
 from shiftwork.errors import DatabaseUnavailable, ShiftworkError
 from shiftwork.events import Event
 from shiftwork.stores.protocol import Protocol
-from shiftwork.worker.line import Line
-from shiftwork.worker.settling import will_pass
+from shiftwork.worker.line import Line, will_pass
 
 TURNS = 100
 """How often a duty that is done in parts goes on at once; what is then left waits for the next time."""

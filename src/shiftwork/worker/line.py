@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import AsyncConnection
 
-from shiftwork.database import Plan, aconnect, aexecuting, arun
-from shiftwork.errors import DatabaseUnavailable, EmbeddedError
+from shiftwork.database import Plan, Rows, Statement, aconnect, aexecuting, arun, cut
+from shiftwork.errors import DatabaseError, DatabaseUnavailable, EmbeddedError, ShiftworkError
 from shiftwork.settings import Settings
 
 T = TypeVar("T")
@@ -25,15 +25,19 @@ class Patience:
         self._first = first
         self._most = most
         self._next = first
+        self.tries = 0
+        """How often it was tried again since it last worked."""
 
     def __call__(self) -> float:
         """Seconds until the next try."""
+        self.tries += 1
         pause, self._next = self._next, min(2 * self._next, self._most)
-        return pause * random.uniform(0.75, 1.25)  # noqa: S311
+        return min(pause * random.uniform(0.75, 1.25), self._most)  # noqa: S311
 
     def reset(self) -> None:
         """It has worked: the next failure is a first one."""
         self._next = self._first
+        self.tries = 0
 
 
 class Line:
@@ -44,14 +48,22 @@ class Line:
         settings: Settings,
         name: Callable[[], str],
         revive: Callable[[], None] | None = None,
+        *,
+        answer: float | None = None,
     ) -> None:
+        """`answer`: seconds in which each statement has to be answered; None is what the settings say."""
         self._settings = settings
+        self._answer = settings.answer_within.total_seconds() if answer is None else answer
         self._name = name
         self._revive = revive
         self._connection: AsyncConnection[Any] | None = None
 
     async def perform(self, plan: Plan[T], *, within: float | None = None) -> T:
-        """Carry out a plan; after an outage the next one begins on a new connection."""
+        """Carry out a plan; after an outage the next one begins on a new connection.
+
+        A line on which a statement has no answer is half open, and given up. `within` so many seconds all of the plan has to
+        be done, if that is said.
+        """
         if within is None:
             return await self._perform(plan)
         performing = asyncio.ensure_future(self._perform(plan))
@@ -59,19 +71,37 @@ class Line:
             await asyncio.wait([performing], timeout=within)
         finally:
             if not performing.done():
-                self.drop()  # half open: nobody will answer any more
+                self.drop()  # nobody will answer any more
                 performing.cancel()
                 await asyncio.wait([performing], timeout=1)
         if not performing.done() or performing.cancelled():
-            raise DatabaseUnavailable(f"no answer within {within:.1f} s", maybe_committed=True)
+            raise _no_answer(within, maybe_committed=True)
         return performing.result()
 
     async def _perform(self, plan: Plan[T]) -> T:
         connection = await self._open()
+        execute = aexecuting(connection, self._settings.schema, lent=False)
+        loop = asyncio.get_running_loop()
+
+        async def answered(statement: Statement) -> Rows:
+            deadline = loop.call_later(self._answer, cut, connection)
+            try:
+                return await execute(statement)
+            except DatabaseUnavailable as error:
+                if loop.time() < deadline.when():
+                    raise
+                raise _no_answer(self._answer, error.maybe_committed) from None
+            finally:
+                deadline.cancel()
+
         try:
-            return await arun(plan, aexecuting(connection, self._settings.schema, lent=False))
-        except (DatabaseUnavailable, asyncio.CancelledError):
+            return await arun(plan, answered)
+        except asyncio.CancelledError:
             self.drop()
+            raise
+        except DatabaseError as error:
+            if will_pass(error):
+                self.drop()  # lost, or what this session was told when it began is the reason
             raise
         finally:
             if connection.closed:
@@ -103,3 +133,13 @@ class Line:
         if connection is not None:
             with suppress(psycopg.Error):
                 await connection.close()
+
+
+def will_pass(error: ShiftworkError) -> bool:
+    """Whether the same may go well another time: an outage, a deadlock, a lock or a statement that took too long."""
+    passing = ("25", "40", "55", "57")
+    return isinstance(error, DatabaseUnavailable) or (getattr(error, "sqlstate", None) or "")[:2] in passing
+
+
+def _no_answer(seconds: float, maybe_committed: bool) -> DatabaseUnavailable:
+    return DatabaseUnavailable(f"no answer within {seconds:.1f} s", maybe_committed=maybe_committed)

@@ -24,7 +24,7 @@ from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
 from shiftwork.outcome import Outcome
 from shiftwork.stores.protocol import Protocol
-from shiftwork.worker.line import Line, Patience
+from shiftwork.worker.line import Line, Patience, will_pass
 from shiftwork.worker.run import Run
 
 MOST_ROWS = 1_000
@@ -330,8 +330,3 @@ def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]
     for one in batch:
         parts.setdefault(worker(one), []).append(one)
     return deque(parts.values())
-
-
-def will_pass(error: ShiftworkError) -> bool:
-    """Whether the same may be written another time: a deadlock, a lock or a statement that took too long."""
-    return isinstance(error, DatabaseError) and (error.sqlstate or "")[:2] in ("25", "40", "55", "57")

@@ -20,6 +20,10 @@ from shiftwork.worker.run import Run, current
 Call = tuple[Callable[[], Any], Run, "asyncio.Future[Any]"]
 
 
+class NoThread(RuntimeError):  # noqa: N818
+    """The machine has no thread left for a function, which therefore has not begun."""
+
+
 class Impatient(ThreadPoolExecutor):
     """The threads that handlers use through `asyncio.to_thread`: the end of the event loop does not wait for them."""
 
@@ -39,13 +43,16 @@ class Threads:
 
     def run(self, function: Callable[[], Any], run: Run) -> asyncio.Future[Any]:
         """Call a function in a thread; its answer can be awaited."""
+        if self._idle <= 0:
+            try:
+                threading.Thread(target=self._work, name="shiftwork-slot", daemon=True).start()
+            except RuntimeError as error:  # before anybody could find the call
+                raise NoThread(str(error)) from None
+        else:
+            self._idle -= 1
         future = self._loop.create_future()
         run.in_thread = True
         self._calls.put((function, run, future))
-        if self._idle <= 0:
-            threading.Thread(target=self._work, name="shiftwork-slot", daemon=True).start()
-        else:
-            self._idle -= 1
         return future
 
     def _work(self) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,17 +26,20 @@ from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from shiftwork.database import Statement, aconnect, connect, translate
+from shiftwork.database import Statement, aconnect, connect, cut, translate
 from shiftwork.errors import ConfigurationError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
 from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.line import Patience
 from shiftwork.worker.run import Run
 from shiftwork.worker.threads import Threads
 
 C = TypeVar("C")
+NO_SESSION = (1.0, 5.0)
+"""Seconds before a job is given back for which no session could be had, at first and at most."""
 
 
 class Unsure(Exception):  # noqa: N818
@@ -92,6 +93,8 @@ class Transactions:
         self.threads = Threads()
         self.turn = asyncio.Semaphore(settings.transaction_connections)
         self._loop = asyncio.get_running_loop()
+        self._patience = Patience(*NO_SESSION)
+        self._pausing_until = 0.0
         self._idle: deque[Ours] = deque()
         self._idle_blocking: deque[OursBlocking] = deque()
 
@@ -110,6 +113,7 @@ class Transactions:
                 if not (used and isinstance(error, DatabaseUnavailable)):
                     raise  # else it was lost while nobody used it, which need not trouble the handler
             else:
+                self._patience.reset()
                 return connection
 
     def open_blocking(self, run: Run) -> OursBlocking:
@@ -124,7 +128,15 @@ class Transactions:
                 if not (used and isinstance(error, DatabaseUnavailable)):
                     raise
             else:
+                self._patience.reset()
                 return connection
+
+    def pause(self) -> float:
+        """How long to wait since no session can be had: for all who ask meanwhile until the same moment."""
+        now = self._loop.time()
+        if now >= self._pausing_until:
+            self._pausing_until = now + self._patience()
+        return self._pausing_until - now
 
     async def _connect(self) -> Ours:
         if other := _last(self._idle_blocking):
@@ -156,7 +168,7 @@ class Transactions:
     def put(self, connection: Ours | OursBlocking, *, in_use: bool = False) -> None:
         """Give a session back; one that is not as it was is closed."""
         if in_use:
-            _cut(connection)
+            cut(connection)
             return
         if (
             connection.closed
@@ -247,15 +259,6 @@ def _as_written(outcome: Outcome, cursor: AsyncClientCursor[Any] | ClientCursor[
             return outcome
     state = State((result.get_value(0, 0) or b"").decode())
     return outcome if state is outcome.state else msgspec.structs.replace(outcome, state=state, delay=None)
-
-
-def _cut(connection: Ours | OursBlocking) -> None:
-    """End a session that a thread still uses, and so must not be freed under it: it finds the line dead."""
-    with (
-        contextlib.suppress(psycopg.Error, OSError),
-        socket.socket(fileno=os.dup(connection.fileno())) as line,
-    ):
-        line.shutdown(socket.SHUT_RDWR)
 
 
 def _last(idle: deque[C]) -> C | None:

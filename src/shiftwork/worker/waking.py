@@ -6,6 +6,8 @@ have notified nobody, so it keeps looking until they have ended. Behind all of i
 
 The listener believes in its connection only while it hears itself: it notifies a channel of its own, and if that does not
 come back (a pooler in between, a server that forgot us) it counts as deaf, the poll becomes shorter, and it connects anew.
+Behind a pooler the call has to come from somebody else: what one says oneself is answered on the spot, by whichever
+server it was said to, and proves nothing of what others say.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Self
 import psycopg
 from psycopg import AsyncConnection, sql
 
-from shiftwork.database import aconnect
+from shiftwork.database import aconnect, cut
 from shiftwork.errors import ShiftworkError
 from shiftwork.settings import Settings
 from shiftwork.worker.line import Patience
@@ -65,6 +67,7 @@ class Listener:
         heard: Callable[[bool, ShiftworkError | None], None],
     ) -> None:
         self.proven = False
+        self._said: bool | None = None
         self._settings = settings
         self._name = name
         self._work = work
@@ -91,7 +94,7 @@ class Listener:
                 await self._call()
                 self._work("")  # whatever was said before was missed
                 await self._hear()
-            except (psycopg.Error, ShiftworkError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  -- whatever it is, it is called again
                 if self.proven:
                     patience.reset()
                 self._believe(False, error if isinstance(error, ShiftworkError) else None)
@@ -114,7 +117,7 @@ class Listener:
         assert connection is not None  # noqa: S101
         own = self._own
         while True:
-            await connection.execute("select pg_notify(%s, '')", (own,))
+            await self._ping(connection, own)
             proof = False
             async with aclosing(connection.notifies(timeout=PROVE_WITHIN)) as notes:
                 async for note in notes:
@@ -127,6 +130,20 @@ class Listener:
             async for note in connection.notifies(timeout=PROVE_EVERY * random.uniform(0.8, 1.0)):  # noqa: S311
                 self._take(note, own)
 
+    async def _ping(self, connection: AsyncConnection[Any], own: str) -> None:
+        """Have ourselves notified; on a line that is half open the answer does not come."""
+        deadline = asyncio.get_running_loop().call_later(PROVE_WITHIN, cut, connection)
+        try:
+            cursor = await connection.execute("select pg_backend_pid()")
+            [server] = await cursor.fetchone() or [0]
+            if server == connection.info.backend_pid:
+                await connection.execute("select pg_notify(%s, '')", (own,))
+                return
+        finally:
+            deadline.cancel()
+        async with await aconnect(self._settings, self._settings.listen_dsn, name=self._name()) as other:
+            await other.execute("select pg_notify(%s, '')", (own,))
+
     def _take(self, note: psycopg.Notify, own: str) -> bool:
         if note.channel == own:
             return True
@@ -137,9 +154,9 @@ class Listener:
         return False
 
     def _believe(self, proven: bool, error: ShiftworkError | None) -> None:
-        if proven != self.proven or error is not None:
+        if proven is not self._said:
             self._heard(proven, error)
-        self.proven = proven
+        self.proven = self._said = proven
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None

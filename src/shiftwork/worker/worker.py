@@ -25,7 +25,7 @@ from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.duties import Duties
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
-from shiftwork.worker.line import Line, Patience
+from shiftwork.worker.line import Line, Patience, will_pass
 from shiftwork.worker.pipe import Begin
 from shiftwork.worker.processes import Processes
 from shiftwork.worker.run import Run, Stop, Task
@@ -71,8 +71,12 @@ STUBBORN = 1.0
 LAST = 1.0
 """Seconds in which the database has to answer at the very end."""
 
-PATIENCE = (0.5, 30.0)
-"""How long to wait after the database was away, at first and at most."""
+PERMANENT = 3
+"""After so many refusals in a row reaping is left alone for a while: it would be refused again."""
+
+LEFT_ALONE = 600.0
+LONG = 600.0
+"""Seconds that a statement of a duty may take: some of them read and write a lot."""
 
 
 class Worker:
@@ -126,6 +130,9 @@ class Worker:
 
         self._reap_due = False
         self._notifications = 0.0
+        self._reap_at = 0.0
+        self._refusals = 0
+        self._failed = False
         self._piling_up = False
         """Whether the server's queue of notifications is about to be full."""
 
@@ -161,7 +168,7 @@ class Worker:
         )
         self._duties = Duties(
             self._store,
-            Line(self._settings, lambda: f"{self._name()} duties", self._revive),
+            Line(self._settings, lambda: f"{self._name()} duties", self._revive, answer=LONG),
             worker=lambda: self.id,
             publish=self._publish,
             trouble=lambda error: self._trouble("duties", error),
@@ -219,7 +226,7 @@ class Worker:
 
     async def _loop(self) -> None:
         ends = self._ends_at()
-        patience = Patience(*PATIENCE)
+        patience = self._settings_patience()
         while self._stopping is None:
             if ends is not None and time.monotonic() >= ends:
                 self.stop("its time is over")
@@ -235,14 +242,27 @@ class Worker:
                 idle = await self._fill()
                 if self._reap_due:
                     await self._reap()
+                self._trouble("claiming", None)
                 if self._stopping is None and not self._is_done(idle):
                     await self._rest(idle, ends)
                 patience.reset()
-                self._trouble("claiming", None)
             except DatabaseError as error:
                 self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
                 self._trouble("claiming", error)
-                await self._wake.wait(patience())
+                await self._wait_out(patience)
+
+    def _settings_patience(self) -> Patience:
+        settings = self._settings
+        return Patience(settings.reconnect.total_seconds(), settings.reconnect_most.total_seconds())
+
+    async def _wait_out(self, patience: Patience) -> None:
+        """The database is away: wait for the next try, or end if there have been enough."""
+        tries = self._settings.reconnect_tries
+        if tries is not None and patience.tries >= tries:
+            self._failed = True
+            self.stop(f"the database was away for {tries} tries")
+            return
+        await self._wake.wait(patience())
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """What this worker does until it is told to stop; then it need not wait for a database that does not answer."""
@@ -414,11 +434,21 @@ class Worker:
 
     async def _reap(self) -> None:
         self._reap_due = False
+        if time.monotonic() < self._reap_at:
+            return
         try:
             answers = await self._line.perform(operations.reap(self._store, self.id))
         except DatabaseError as error:
             self._publish(events.ReapFailed(str(error)))
-            raise
+            if will_pass(error):
+                raise
+            self._refusals += 1  # and no reason to claim any less
+            if self._refusals >= PERMANENT:
+                self._refusals, self._reap_at = 0, time.monotonic() + LEFT_ALONE
+            self._trouble("reaping", error)
+            return
+        self._refusals = 0
+        self._trouble("reaping", None)
         if answers:
             self._publish(events.Reaped(answers))
             self._wake()
@@ -619,6 +649,7 @@ class Worker:
             if part in self._away:
                 self._away.discard(part)
                 self._publish(events.DatabaseBack(part))
+                self._wake()  # what another part waits for may be over as well
         elif part not in self._away:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
@@ -634,7 +665,7 @@ class Worker:
 
     async def _begin(self) -> None:
         """The schema is new enough, the tasks are in the registry, and we are known."""
-        patience = Patience(*PATIENCE)
+        patience = self._settings_patience()
         await self._processes.open()
         while self._stopping is None:
             try:
@@ -643,9 +674,11 @@ class Worker:
                     operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
                 )
                 await self._register()
-            except DatabaseUnavailable as error:
+            except DatabaseError as error:
+                if not will_pass(error):
+                    raise
                 self._trouble("beginning", error)
-                await self._wake.wait(patience())
+                await self._wait_out(patience)
             else:
                 self._trouble("beginning", None)
                 return
@@ -728,7 +761,7 @@ class Worker:
         self._transactions.close()
         if self.id:
             self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
-        return not self._abandoned and not self._at_once
+        return not (self._abandoned or self._at_once or self._failed)
 
     # Small things.
 
