@@ -57,7 +57,7 @@ Begun = tuple[partial[Any], Awaitable[Any]]
 
 USUAL = Retry()
 NOT_NOW = 1.0
-"""Seconds before a job is given back for which there was no thread."""
+"""Seconds before a job is given back for which there was no thread or no process."""
 
 
 class After(Enum):
@@ -325,7 +325,7 @@ class Attempts:
             ended = await self._processes.run(run, timeout, began)
         except NoProcess as error:
             self._processes.publish(events.ProcessFailed(str(error)))
-            await asyncio.sleep(NO_SESSION)
+            await asyncio.sleep(NOT_NOW)
             run.why = str(error)
             return After.GIVEN_BACK  # its code has not begun
         if isinstance(ended, Ended) and not (ended.interrupted and run.stop) and run.stop is not Stop.LOST:
