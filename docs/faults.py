@@ -22,6 +22,7 @@ FAULT = re.compile(r"\bF\d+\b")
 
 WORDS = {
     "F1": "a worker is killed with -9 while it runs jobs",
+    "F2": "only the child that runs a job is killed",
     "F3": "a worker dies at a certain point of a job's way",
     "F4": "a worker is stopped for longer than its lease, and goes on afterwards",
     "F5": "the event loop is blocked; threads burn the processor",
@@ -45,6 +46,7 @@ WORDS = {
     "F29": "one row among many that cannot be read or written",
     "F30": "a job that kills its process",
     "F31": "a handler that hears neither cancellation nor timeout",
+    "F32": "a handler that leaks memory",
     "F33": "a process that is forked with connections open",
     "F34": "notifications are lost, come twice, are nonsense, or are a flood",
     "F35": "the notification queue is full",

@@ -255,7 +255,7 @@ async def test_a_process_that_cannot_be_started_costs_its_job_nothing(
     # spec: HO-20
     async with Workshop(app, process_slots=1) as shop:
         first = await shop.event(ProcessStarted)
-        monkeypatch.setattr("shiftwork.worker.attempt.NO_SESSION", 0.01)
+        monkeypatch.setattr("shiftwork.worker.attempt.NOT_NOW", 0.01)
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         os.kill(first.pid, signal.SIGKILL)
         await shop.event(ProcessEnded, pid=first.pid)
