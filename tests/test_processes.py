@@ -243,7 +243,7 @@ async def test_a_process_that_is_killed_from_outside_gives_its_job_to_the_next(
 
         idle = await shop.event(ProcessStarted, times=2)
         os.kill(idle.pid, signal.SIGKILL)  # while it has nothing to do: that costs nothing
-        assert is_gone(idle.pid)
+        await shop.event(ProcessEnded, pid=idle.pid)
         again = await tasks.pid.aenqueue()
         await shop.ended(again, state="completed")
         assert (await shop.job(again)).resets == 0
@@ -489,6 +489,34 @@ async def test_an_app_that_no_process_can_import_is_refused_when_the_worker_star
         ConfigurationError, match=r"'late' is to run .* declare it while that module is imported"
     ):
         await late.run()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_script_may_start_a_worker_itself_if_importing_it_does_not(
+    dsn: str, tmp_path: Path, guarded: bool
+) -> None:
+    script = tmp_path / "shop.py"
+    script.write_text(
+        "import os\nimport sys\nimport shiftwork\napp = shiftwork.App()\n"
+        "@app.task(executor='process')\ndef pid() -> int: return os.getpid()\n"
+        f"if {'__name__' if guarded else repr('__main__')} == '__main__':\n"
+        "    job = pid.enqueue()\n    app.run_worker(stop_when_idle=True, process_slots=1)\n"
+        "    sys.exit(0 if job.result(5) != os.getpid() else 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "DATABASE_URL": dsn},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if guarded:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1
+        assert 'if __name__ == "__main__": app.run_worker()' in done.stderr
 
 
 async def test_what_goes_wrong_while_a_process_imports_the_app_is_told(

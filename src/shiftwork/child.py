@@ -15,7 +15,6 @@ import importlib
 import io
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -47,6 +46,7 @@ from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker import processes
 from shiftwork.worker.attempt import USUAL, decided, lent
 from shiftwork.worker.pipe import (
     Begin,
@@ -77,6 +77,7 @@ def main() -> None:
     if not isinstance(begin, Begin):
         return
     confine(begin)
+    processes.here = True
     try:
         app = load(begin)
     except BaseException as error:  # noqa: BLE001  -- whatever the program does while it is imported
@@ -136,21 +137,24 @@ class Place:
         self._app = app
         self._line = line
         self._store = Protocol(app.settings.schema)
+        self._tasks = app.tasks
         self._middleware = app.layers
         self._run: Run | None = None
         self._listening = threading.Lock()
         """Held by whoever reads the pipe while a job runs: any thread of its handler may."""
 
-        self._news = select.poll()
-        self._news.register(line.fileno(), select.POLLIN)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
+        self._is_copy = False
+        os.register_at_fork(after_in_child=self._be_a_copy)
 
     def serve(self) -> None:
         """Job after job."""
         while (message := self._line.listen()) is not None:
             if isinstance(message, Call) and not self._perform(message):
                 return
+
+    def _be_a_copy(self) -> None:
+        self._is_copy = True
 
     def _perform(self, call: Call) -> bool:
         """Run a job and say how it ended; says whether anybody has heard that."""
@@ -159,13 +163,13 @@ class Place:
             worker=call.worker,
             claimed_at=call.claimed_at,
             waited=call.waited,
-            task=self._app.tasks.get(call.taken[1]),
+            task=self._tasks.get(call.taken[1]),
         )
         ending = self._called(run, call.timeout)
         with self._listening:
             self._run = None
             run.ended = True
-        if os.getpid() != self._pid:
+        if self._is_copy:
             os._exit(0)  # a copy that the handler has forked, and that came back from it
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -234,6 +238,7 @@ class Place:
         task = self._loop.create_task(_as_value(layered), context=context)
         run.slot = task  # type: ignore[assignment]
         self._loop.add_reader(self._line.fileno(), self.listen)
+        self._loop.call_soon(self.listen)  # it may have been read with the job
         try:
             ending = self._loop.run_until_complete(task)
         finally:
@@ -246,7 +251,7 @@ class Place:
     def listen(self) -> None:
         """Hear what the worker says while a job runs, if it says anything."""
         with self._listening:
-            while (run := self._run) is not None and self._news.poll(0):
+            while (run := self._run) is not None and self._line.has_news():
                 message = self._line.listen()
                 if message is None:
                     os._exit(1)  # the worker is gone

@@ -6,10 +6,11 @@ what crosses is what is stored anyway.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -122,8 +123,8 @@ ToProcess = Begin | Call | Halt
 FromProcess = Ready | Unready | Said | Progressed | Concluded | Ended
 
 _encode = msgspec.json.Encoder().encode
-_heard_by_process = msgspec.json.Decoder(ToProcess).decode
-hear = msgspec.json.Decoder(FromProcess).decode
+_to_process: Callable[[bytes], ToProcess] = msgspec.json.Decoder(ToProcess).decode
+_from_process: Callable[[bytes], FromProcess] = msgspec.json.Decoder(FromProcess).decode
 
 
 class Broken(Exception):  # noqa: N818
@@ -140,63 +141,72 @@ class Unframing:
     """Messages out of pieces, as they come."""
 
     def __init__(self) -> None:
-        self._left = bytearray()
+        self._left = b""
 
-    def __call__(self, piece: bytes) -> Iterator[FromProcess]:
-        """What is complete with this piece."""
+    def add(self, piece: bytes) -> None:
+        """Some more has come."""
+        self._left = self._left + piece if self._left else piece
+
+    def take(self) -> bytes | None:
+        """The body of the next message, None if it is not complete."""
         left = self._left
-        left += piece
-        start = 0
-        try:
-            while len(left) - start >= HEADER.size:
-                (size,) = HEADER.unpack_from(left, start)
-                if size > LARGEST:
-                    raise Broken(f"it announced a message of {size:,} bytes")
-                end = start + HEADER.size + size
-                if len(left) < end:
-                    break
-                body = bytes(left[start + HEADER.size : end])
-                start = end
-                try:
-                    message = hear(body)
-                except msgspec.MsgspecError as error:
-                    raise Broken(f"what it said cannot be read: {error}") from None
-                yield message
-        finally:
-            del left[:start]
+        if len(left) < HEADER.size:
+            return None
+        (size,) = HEADER.unpack_from(left)
+        if size > LARGEST:
+            raise Broken(f"a message of {size:,} bytes was announced")
+        end = HEADER.size + size
+        if len(left) < end:
+            return None
+        self._left = left[end:]
+        return left[HEADER.size : end]
+
+
+def heard(body: bytes) -> FromProcess:
+    """What a process said."""
+    try:
+        return _from_process(body)
+    except msgspec.MsgspecError as error:
+        raise Broken(f"what was said cannot be read: {error}") from None
 
 
 class Line:
-    """The process's end of the pipe, for its main thread to listen, and for any thread to speak."""
+    """The process's end of the pipe, at which one thread listens at a time, and any may speak."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._news = select.poll()
+        self._news.register(end.fileno(), select.POLLIN)
+        self._pieces = Unframing()
+        self._ahead: bytes | None = None
         self._speaking = threading.Lock()
 
     def fileno(self) -> int:
         """So that it can be waited for."""
         return self._end.fileno()
 
+    def has_news(self) -> bool:
+        """Whether there is something to listen to right now."""
+        if self._ahead is None:
+            self._ahead = self._pieces.take()
+        return self._ahead is not None or bool(self._news.poll(0))
+
     def listen(self) -> ToProcess | None:
         """The next message; None if the worker has hung up."""
-        try:
-            header = self._exactly(HEADER.size)
-            return None if header is None else _heard_by_process(self._exactly(*HEADER.unpack(header)) or b"")
-        except ConnectionError:
-            return None
+        body, self._ahead = self._ahead or self._pieces.take(), None
+        while body is None:
+            try:
+                piece = self._end.recv(1 << 16)
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            self._pieces.add(piece)
+            body = self._pieces.take()
+        return _to_process(body)
 
     def say(self, message: Message) -> None:
         """Send a message; waits while the worker is busy."""
         told = framed(message)
         with self._speaking:
             self._end.sendall(told)
-
-    def _exactly(self, size: int) -> bytes | None:
-        received = self._end.recv(size)
-        if len(received) < size:
-            pieces = [received]
-            while received and (missing := size - sum(map(len, pieces))) > 0:
-                received = self._end.recv(min(missing, 1 << 20))
-                pieces.append(received)
-            received = b"".join(pieces)
-        return received if len(received) == size else None

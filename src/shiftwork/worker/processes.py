@@ -49,6 +49,7 @@ from shiftwork.worker.pipe import (
     Unframing,
     Unready,
     framed,
+    heard,
 )
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
@@ -90,6 +91,10 @@ ALWAYS = (
 WHERE_THE_DATABASE_IS = ("DATABASE_URL", "SHIFTWORK_DSN")
 
 
+here = False
+"""Whether this is such a process itself."""
+
+
 class NoProcess(Exception):  # noqa: N818
     """A process could not be started; that says nothing about the job."""
 
@@ -106,6 +111,11 @@ def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tel
     chosen = [task for task in tasks.values() if task.executor == "process"]
     if not chosen:
         return None
+    if here:
+        raise ConfigurationError(
+            "a process that runs jobs has no workers of its own; a script that starts one does so only if it is the program: "
+            'if __name__ == "__main__": app.run_worker()'
+        )
     allowed = settings.process_environment
     withheld = allowed is not None and not any(_matches(name, allowed) for name in WHERE_THE_DATABASE_IS)
     if withheld:
@@ -114,8 +124,7 @@ def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tel
     if where is None:
         raise ConfigurationError(
             f"task {chosen[0].name!r} is to run in a process of its own, and another process cannot import the app: it is no "
-            "global variable of a module. Make it one, as in `app = shiftwork.App()` in app.py, and start the worker with "
-            "`shiftwork worker app.py`, or from another module that imports it"
+            "global variable of a module. Make it one, as in `app = shiftwork.App()` in app.py"
         )
     return Begin(where, [str(one) for one in sys.path], settings, withheld, tells, os.getpid())
 
@@ -124,12 +133,24 @@ def _locate(app: object, likely: list[str]) -> str | None:
     """Where a fresh process finds this app: module:name."""
     for name in dict.fromkeys([*likely, *sys.modules]):
         module = sys.modules.get(name)
-        if name == "__main__" or getattr(module, "__spec__", None) is None:
+        importable = _name_of_program() if name == "__main__" else name
+        if module is None or importable is None:
             continue
         for variable, value in list(vars(module).items()):
             if value is app:
-                return f"{name}:{variable}"
+                return f"{importable}:{variable}"
     return None
+
+
+def _name_of_program() -> str | None:
+    """The name under which the program itself can be imported, if there is one."""
+    program = sys.modules["__main__"]
+    if (spec := getattr(program, "__spec__", None)) is not None:
+        name: str = spec.name
+        return name
+    path = Path(getattr(program, "__file__", None) or "")
+    is_found = path.suffix == ".py" and str(path.parent.resolve()) in map(os.path.realpath, sys.path)
+    return path.stem if is_found and path.stem.isidentifier() else None
 
 
 class Processes:
@@ -173,7 +194,7 @@ class Processes:
         """How a job ended in a process; `began` is called when it is about to begin there."""
         while True:
             process = self._idle.pop() if self._idle else await self._start()
-            if process.is_ready and process.is_alive:
+            if process.is_ready:
                 break  # else it ended while nobody used it, which is no fault of this job
         began()
         self._watch()
@@ -244,7 +265,7 @@ class Processes:
             await asyncio.wait([process.gone for process in self._all], timeout=RETIRING)
 
 
-class Process(asyncio.Protocol):
+class Process:
     """One process, as its worker sees it."""
 
     def __init__(self, owner: Processes) -> None:
@@ -265,8 +286,9 @@ class Process(asyncio.Protocol):
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._answer: asyncio.Future[Ended | Crash] | None = None
-        self._line: asyncio.Transport | None = None
-        self._heard = Unframing()
+        self._end: socket.socket
+        self._pieces = Unframing()
+        self._unsent = b""
         self._hung_up = False
         self._retiring = False
         self._code: int | None = None
@@ -280,14 +302,6 @@ class Process(asyncio.Protocol):
     def is_ready(self) -> bool:
         """Whether it can be given a job."""
         return self._ready.done() and not (self._hung_up or self._retiring or self._doomed or self._dead)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it lives at this very moment."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
-        except (ChildProcessError, AttributeError):  # it is gone already; or this system does not say
-            return not self._dead
 
     @property
     def memory(self) -> int:
@@ -304,7 +318,7 @@ class Process(asyncio.Protocol):
         ours.setblocking(False)
         self._end = ours
         threading.Thread(target=self._keep, args=(theirs,), name="shiftwork-process", daemon=True).start()
-        await self._loop.create_connection(lambda: self, sock=ours)
+        self._loop.add_reader(ours, self._read)
         assert self._owner.begin is not None  # noqa: S101
         self._say(self._owner.begin)
         try:
@@ -358,9 +372,9 @@ class Process(asyncio.Protocol):
 
     def retire(self) -> None:
         """Let it end by itself, soon."""
-        if not self._retiring and self._line is not None:
+        if not self._retiring:
             self._retiring = True
-            self._line.close()
+            self._hang_up()
             self._loop.call_later(RETIRING, self.kill)
 
     def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ended | Crash]:
@@ -383,13 +397,8 @@ class Process(asyncio.Protocol):
 
     def catch_up(self) -> None:
         """Hear what it has said by now, before something is decided about its job."""
-        with contextlib.suppress(OSError):  # there is nothing
-            while said := self._end.recv(1 << 16):
-                self.data_received(said)
-
-    def _say(self, message: Message) -> None:
-        if self._line is not None:
-            self._line.write(framed(message))
+        while self._read():
+            pass
 
     def _end_job(self, how: Ended | Crash) -> None:
         answer, self._answer = self._answer, None
@@ -397,44 +406,82 @@ class Process(asyncio.Protocol):
         if answer is not None and not answer.done():
             answer.set_result(how)
 
-    # What it says.
+    # The line.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101
-        self._line = transport
+    def _say(self, message: Message) -> None:
+        told = framed(message)
+        if not self._unsent:
+            told = told[self._send(told) :]
+            if told and not self._hung_up:
+                self._loop.add_writer(self._end, self._send_more)
+        self._unsent += told
 
-    def data_received(self, data: bytes) -> None:
+    def _send_more(self) -> None:
+        self._unsent = self._unsent[self._send(self._unsent) :]
+        if not self._unsent:
+            self._loop.remove_writer(self._end)
+
+    def _send(self, told: bytes) -> int:
+        if self._hung_up:
+            return len(told)
         try:
-            for message in self._heard(data):
-                self._hear(message)
+            return self._end.send(told)
+        except BlockingIOError:
+            return 0
+        except OSError:  # it is gone, which is told by its end
+            return len(told)
+
+    def _read(self) -> bool:
+        """Hear what has come; says whether there was anything."""
+        if self._hung_up:
+            return False
+        try:
+            piece = self._end.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        if not piece:
+            self._hang_up()
+            if self._code is not None:
+                self._bury()
+            else:
+                self.kill()  # it cannot be told of anything any more
+            return False
+        self._pieces.add(piece)
+        try:
+            while (body := self._pieces.take()) is not None:
+                self._hear(heard(body))
         except Broken as error:
             self.why = f"its process broke the line to its worker: {error}"
             self.kill()
+            return False
+        return True
+
+    def _hang_up(self) -> None:
+        if not self._hung_up:
+            self._hung_up = True
+            self._loop.remove_reader(self._end)
+            self._loop.remove_writer(self._end)
+            self._end.close()
 
     def _hear(self, message: object) -> None:
         run = self.run
         match message:
+            case Ended(job) if run is not None and run.id == job:
+                self._end_job(message)
             case Ready(tasks):
                 self.tasks, self.at_first = frozenset(tasks), self.memory
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Unready(why):
                 self._fail_start(f"a process cannot run jobs: {why}")
-            case Ended(job) if run is not None and run.id == job:
-                self._end_job(message)
             case Said(job, level, text) if run is not None and run.id == job:
                 self._owner.settling.log(run, level, text)
             case Progressed(job, fraction, text) if run is not None and run.id == job:
                 self._owner.settling.progress(run, fraction, text)
             case Concluded(job) if run is not None and run.id == job:
                 run.concluded = True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._hung_up = True
-        if self._code is not None:
-            self._bury()
-        elif not self._retiring:
-            self.kill()
 
     # Its end.
 
@@ -461,8 +508,7 @@ class Process(asyncio.Protocol):
         job = None if self.run is None or self.run.stop is not None else self.run.id
         self._owner.publish(events.ProcessEnded(self.pid, why, self.jobs, job))
         self._end_job(Crash(why))
-        if self._line is not None:
-            self._line.abort()
+        self._hang_up()
 
     def _fail_start(self, why: str) -> None:
         if not self._ready.done():
