@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import psycopg
-from psycopg import AsyncConnection, Connection, IsolationLevel
+from psycopg import AsyncConnection, AsyncCursor, Connection, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row, tuple_row
@@ -493,15 +493,17 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
 
 def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> AExecute:
     """The same for an awaiting caller."""
+    cursors: dict[bool, AsyncCursor[Any]] = {}  # one that is used again knows how to read what comes
 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
+        cursor = cursors.get(statement.as_tuples)
+        if cursor is None:
+            shape = tuple_row if statement.as_tuples else dict_row
+            cursor = cursors[statement.as_tuples] = connection.cursor(row_factory=shape)
         try:
-            async with connection.cursor(
-                row_factory=tuple_row if statement.as_tuples else dict_row
-            ) as cursor:
-                await cursor.execute(statement.text.encode(), statement.params, prepare=False)
-                return await cursor.fetchall()  # in a pipeline, too
+            await cursor.execute(statement.text.encode(), statement.params, prepare=False)
+            return await cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
             raise _unsendable(error) from None
         except psycopg.Error as error:

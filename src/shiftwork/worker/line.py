@@ -80,8 +80,7 @@ class Line:
 
     async def _perform(self, plan: Plan[T]) -> T:
         connection = await self._open()
-        execute = aexecuting(connection, self._settings.schema, lent=False)
-        loop = asyncio.get_running_loop()
+        execute, loop = self._execute, asyncio.get_running_loop()
 
         async def answered(statement: Statement) -> Rows:
             deadline = loop.call_later(self._answer, cut, connection)
@@ -110,7 +109,7 @@ class Line:
     async def _open(self) -> AsyncConnection[Any]:
         if self._connection is None:
             try:
-                self._connection = await aconnect(self._settings, name=self._name())
+                connection = await aconnect(self._settings, name=self._name())
             except DatabaseUnavailable:
                 if self._revive is None:
                     raise
@@ -118,7 +117,9 @@ class Line:
                     await asyncio.to_thread(self._revive)
                 except EmbeddedError as error:  # an outage as any other: it is tried again
                     raise DatabaseUnavailable(str(error), maybe_committed=False) from None
-                self._connection = await aconnect(self._settings, name=self._name())
+                connection = await aconnect(self._settings, name=self._name())
+            self._connection = connection
+            self._execute = aexecuting(connection, self._settings.schema, lent=False)
         return self._connection
 
     def drop(self) -> None:
