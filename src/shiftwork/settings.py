@@ -535,6 +535,37 @@ KNOWN: Mapping[str, Setting] = {
 """Every setting by its name."""
 
 
+def wrong(environment: Mapping[str, str], *, beside: Path | None = None) -> list[str]:
+    """Everything that is wrong with what the environment and the file say, where `Settings.read` tells of the first."""
+    found: list[str] = []
+    written: list[tuple[Setting, Any, str]] = [
+        (known, environment[known.variable], f"from {known.variable}")
+        for known in KNOWN.values()
+        if environment.get(known.variable, "").strip()
+    ]
+    try:
+        path, filed = _filed(beside)
+        written += [(KNOWN[name], value, f"from [tool.shiftwork] in {path}") for name, value in filed.items()]
+    except ConfigurationError as error:
+        found.append(str(error))
+    for known, value, origin in written:
+        try:
+            known.read(value, origin)
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+def strangers(environment: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings of ours, and are none."""
+    known = {one.variable for one in KNOWN.values()}
+    return [
+        f"{name} is not a setting{_meant(name.removeprefix('SHIFTWORK_'))}"
+        for name in sorted(environment)
+        if name.startswith("SHIFTWORK_") and name not in known
+    ]
+
+
 def _filed(beside: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
     """The nearest pyproject.toml, and what it says to us."""
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 COMMANDS = {
+    "check": ("shiftwork.cli.check:check", "See whether an app, its settings and its database are in order."),
     "db": ("shiftwork.cli.db:db", "The PostgreSQL server that comes with shiftwork."),
     "demo": ("shiftwork.demo:demo", "See two workers run a few thousand jobs, and one of them die."),
     "duties": ("shiftwork.cli.workers:duties", "List what some worker does for all."),
