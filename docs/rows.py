@@ -192,7 +192,6 @@ WORDS = {
     "SG-36": "how much waits and how long; the most in flight since the last look, so that short jobs are seen",
     "QU-31": "typed events are counted: attempts, claims, settlements, outages; slots that are busy and free",
     "A-24": "labels of figures are bounded, whatever is enqueued",
-    "A-10": "a live check proves that notifications arrive, and finds a pooler through which they cannot",
     "A-12": "a command checks settings, import, tasks and database by phases; each problem has a number",
     "HO-43": "a check of the app, with or without its database, for deployments",
     "HO-23": "what is done for all and fails three times, for good, is left to others, loudly; what passes does not count",
