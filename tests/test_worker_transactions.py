@@ -469,3 +469,15 @@ async def test_a_retry_may_begin_before_the_answer_to_the_former_commit_has_come
         assert await job.aresult(timeout=30) == 2
         assert not shop.seen(JobReleased)
         assert not shop.worker.holding
+
+
+async def test_a_handler_may_speak_another_encoding(app: App) -> None:
+    @app.task(transaction=True)
+    async def work(tx: AsyncTx) -> str:
+        await tx.execute("set client_encoding to 'latin1'")
+        return "café 'au' \\lait"
+
+    async with app, Workshop(app) as shop:
+        jobs = [await work.aenqueue() for _ in range(2)]
+        await shop.ended(*jobs, state="completed")
+        assert [await job.aresult() for job in jobs] == ["café 'au' \\lait"] * 2

@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import psycopg
-from psycopg import AsyncClientCursor, AsyncConnection, ClientCursor, Connection
-from psycopg.pq import TransactionStatus
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg.pq import Escaping, TransactionStatus
 from psycopg.rows import tuple_row
 
 from shiftwork.database import Statement, aconnect, connect, cut, translate
@@ -56,6 +56,8 @@ class Ours(AsyncConnection[Any]):
     """A connection whose transaction belongs to the worker."""
 
     called = ""
+    own: AsyncCursor[Any]
+    """For what the worker itself says on it."""
 
     async def commit(self) -> None:
         raise _not_yours()
@@ -68,6 +70,7 @@ class OursBlocking(Connection[Any]):
     """A connection whose transaction belongs to the worker."""
 
     called = ""
+    own: Cursor[Any]
 
     def commit(self) -> None:
         raise _not_yours()
@@ -143,7 +146,7 @@ class Transactions:
             other.pgconn.finish()  # so that there are never more than was said
         name = self._name()
         connection = cast("Ours", await aconnect(self._settings, name=name, kind=Ours))
-        connection.called = name
+        connection.called, connection.own = name, connection.cursor(row_factory=tuple_row)
         return connection
 
     def _connect_blocking(self) -> OursBlocking:
@@ -151,7 +154,7 @@ class Transactions:
             other.pgconn.finish()
         name = self._name()
         connection = cast("OursBlocking", connect(self._settings, name=name, kind=OursBlocking))
-        connection.called = name
+        connection.called, connection.own = name, connection.cursor(row_factory=tuple_row)
         return connection
 
     def acquire_blocking(self) -> None:
@@ -205,14 +208,14 @@ class Transactions:
             written: Outcome = await self.threads.run(close, run)
             return written
         _refuse_ended(connection)
-        cursor = await self._execute(connection, self._closing(run, outcome), commits=True)
-        return _as_written(outcome, cursor)
+        await self._execute(connection, self._closing(run, outcome), commits=True)
+        return _as_written(outcome, connection.own)
 
     def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> Outcome:
         """Write the outcome and commit, with what the handler did or without; the outcome as it was written."""
         _refuse_ended(connection)
-        cursor = self._execute_blocking(connection, self._closing(run, outcome), commits=True)
-        return _as_written(outcome, cursor)
+        self._execute_blocking(connection, self._closing(run, outcome), commits=True)
+        return _as_written(outcome, connection.own)
 
     def _opening(self, run: Run) -> Statement:
         return self._store.open_transaction(run.id, run.attempt)
@@ -221,36 +224,34 @@ class Transactions:
         undo = outcome.state is not State.COMPLETED
         return self._store.close_transaction(run.worker, encode_outcome(outcome), undo=undo)
 
-    async def _execute(
-        self, connection: AsyncConnection[Any], statement: Statement, *, commits: bool = False
-    ) -> AsyncClientCursor[Any]:
+    async def _execute(self, connection: Ours, statement: Statement, *, commits: bool = False) -> None:
         try:
-            # Values are put in on our side, so that several statements can go as one message.
-            return await AsyncClientCursor(connection, row_factory=tuple_row).execute(
-                statement.text.encode(), statement.params
-            )
+            await connection.own.execute(_composed(connection, statement))
         except psycopg.Error as error:
             raise self._meaning(error, connection, commits=commits) from None
 
     def _execute_blocking(
-        self, connection: Connection[Any], statement: Statement, *, commits: bool = False
-    ) -> ClientCursor[Any]:
+        self, connection: OursBlocking, statement: Statement, *, commits: bool = False
+    ) -> None:
         try:
-            return ClientCursor(connection, row_factory=tuple_row).execute(
-                statement.text.encode(), statement.params
-            )
+            connection.own.execute(_composed(connection, statement))
         except psycopg.Error as error:
             raise self._meaning(error, connection, commits=commits) from None
 
-    def _meaning(
-        self, error: psycopg.Error, connection: Connection[Any] | AsyncConnection[Any], *, commits: bool
-    ) -> Exception:
+    def _meaning(self, error: psycopg.Error, connection: Ours | OursBlocking, *, commits: bool) -> Exception:
         if commits and connection.closed:
             return Unsure(str(error))
         return translate(error, self._settings.schema, commits=False, alive=not connection.closed)
 
 
-def _as_written(outcome: Outcome, cursor: AsyncClientCursor[Any] | ClientCursor[Any]) -> Outcome:
+def _composed(connection: Ours | OursBlocking, statement: Statement) -> bytes:
+    """A statement with its values in it, so that several can go as one message."""
+    quote, encoding = Escaping(connection.pgconn).escape_literal, connection.info.encoding
+    values = [quote(str(value).encode(encoding)) for value in statement.params]
+    return statement.text.encode().replace(b"%s", b"%b") % tuple(values)
+
+
+def _as_written(outcome: Outcome, cursor: AsyncCursor[Any] | Cursor[Any]) -> Outcome:
     """A job that would run again may have been ended instead: too late, or asked to be cancelled."""
     if outcome.state is not State.SCHEDULED:
         return outcome
