@@ -480,4 +480,4 @@ async def test_a_handler_may_speak_another_encoding(app: App) -> None:
     async with app, Workshop(app) as shop:
         jobs = [await work.aenqueue() for _ in range(2)]
         await shop.ended(*jobs, state="completed")
-        assert [await job.aresult() for job in jobs] == ["café 'au' \\lait"] * 2
+        assert [await job.aresult(timeout=30) for job in jobs] == ["café 'au' \\lait"] * 2
