@@ -12,6 +12,7 @@ import pytest
 from shiftwork import App
 from shiftwork.database import Plan, Statement
 from shiftwork.events import DutyDone, DutyFailed, NotificationsPileUp, Reaped, WorkerStarted
+from shiftwork.maintenance import purging
 from shiftwork.operations import Pulse
 from shiftwork.stores.protocol import Protocol as Store
 from shiftwork.worker import duties
@@ -212,6 +213,24 @@ async def test_what_takes_long_keeps_nobody_from_running_jobs_nor_the_worker_fro
     assert len(protocol.rows(asleep)) == 1, "what it asked for is ended as well"
     successor = protocol.register()
     assert take(protocol, successor, "expire") == {"expire"}, "the others need not wait for a lease"
+
+
+@pytest.mark.parametrize("payload", [{}, {"days": "many", "archive": 5}])
+async def test_history_can_be_purged_by_a_job_whatever_it_was_sent_with(
+    app: App, protocol: Protocol, payload: Row
+) -> None:
+    # spec: SH-31
+    purging(app, queue="maintenance")
+    old = protocol.enqueue("idle", queue="nobody", keep=0)
+    kept = protocol.enqueue("idle", queue="nobody", keep=30)
+    protocol.cancel(old, kept)
+    protocol.rows("update {}.history set forget_on = forget_on - 1 where id = %s", old)
+    job = protocol.enqueue("purge", payload, queue="maintenance")
+    async with app, Workshop(app) as shop:
+        await shop.ended(job, state="completed")
+        assert (await shop.job(job)).result["jobs"] == 1
+        assert protocol.rows("select id from {}.history where id = any(%s)", [old, kept]) == [{"id": kept}]
+        assert "1 jobs forgotten" in protocol.value("select message from {}.logs where job = %s", job)
 
 
 # What goes wrong.

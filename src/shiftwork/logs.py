@@ -91,7 +91,7 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
                 f"how it is can be asked at http://{at} (/live, /ready); for /metrics install shiftwork[prometheus]"
             )
         case events.ReapFailed(error):
-            return logging.ERROR, f"jobs of workers that fell silent cannot be taken back now: {error}"
+            return logging.DEBUG, f"jobs of workers that fell silent cannot be taken back now: {error}"
         case events.WorkerStopping(worker, why, running):
             return logging.INFO, f"worker {worker} stops ({why}); {_many(running, 'job')} still running"
         case events.WorkerStopped(worker, clean, jobs, abandoned):

@@ -70,6 +70,6 @@ class Health:
             found.append("notifications do not arrive; work is found by polling")
         if self.notifications:
             found.append(f"the server's queue of notifications is {self.notifications:.0%} full")
-        if "duties" in self._away:
-            found.append("what is done for all is interrupted")
+        if aside := self._away & {"duties", "reaping"}:
+            found.append(f"what is done for all is interrupted: {', '.join(sorted(aside))}")
         return found
