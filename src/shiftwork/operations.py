@@ -203,7 +203,10 @@ class Claimed:
     """Whether there may be more to claim at once."""
 
     next_due_in: float | None
-    """Seconds until the next job falls due, if something was left to take."""
+    """Seconds until the next job falls due, if nothing was left to take; 0 if what we need is locked."""
+
+    full: bool = False
+    """Whether a limit has as many as it allows."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -304,6 +307,7 @@ def claim(
         report.get("at", 0),
         report["more"],
         report.get("next_due_in"),
+        report.get("full", False),
     )
 
 
@@ -467,6 +471,14 @@ def declare_tasks(store: Protocol, tasks: Sequence[Mapping[str, object]]) -> Pla
     return int(rows[0]["written"])
 
 
+def declare_limits(store: Protocol, limits: Mapping[str, object]) -> Plan[int]:
+    """Limits that a program has, as `shiftwork.declare_limits` takes them; says how many were news."""
+    if not limits:
+        return 0
+    rows = yield store.declare_limits(limits)
+    return int(rows[0]["written"])
+
+
 def reap(
     store: Protocol, reaper: int = 0, most: int = 1000, *, thorough: bool = False
 ) -> Plan[dict[int, str]]:
@@ -530,6 +542,14 @@ def resume(store: Protocol, *, queue: str | None = None, task: str | None = None
     """End a pause; says whether there was one."""
     rows = yield store.resume(queue, task)
     return bool(rows[0]["resumed"])
+
+
+def limit(
+    store: Protocol, most: int | None, *, queue: str | None = None, task: str | None = None
+) -> Plan[bool]:
+    """Let so many jobs run at once, in the whole cluster: of a queue, of a task or over all; None lifts the limit."""
+    rows = yield store.limit(most, queue, task)
+    return bool(rows[0]["changed"])
 
 
 def retain(store: Protocol, queue: str, days: Mapping[State, int]) -> Plan[None]:

@@ -69,9 +69,12 @@ grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.att
 grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
 grant insert on shiftwork.snapshots to shiftwork_worker, shiftwork_operator;
 grant update on shiftwork.duties to shiftwork_worker, shiftwork_operator;
+grant update, delete on shiftwork.permits to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
-  shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
+  shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.end_pauses(), shiftwork.lock_permits(text[], text[], int), shiftwork.lend_permits(bigint, bigint),
+  shiftwork.pick(text, bigint, timestamptz, bigint, bigint, int, int, text[], text[], text[], text[], int[], boolean),
+  shiftwork.return_permits(bigint[]), shiftwork.mend_permits(), shiftwork.declare_limits(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
   shiftwork.told(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
   shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.why_lost(bigint[]), shiftwork.register_worker(jsonb),
   shiftwork.leave(bigint), shiftwork.lease_of(jsonb), shiftwork.holds(jsonb), shiftwork.reap(bigint, int, boolean), shiftwork.take_back(bigint[], jsonb),
@@ -86,10 +89,12 @@ grant execute on function
   to shiftwork_worker, shiftwork_operator;
 
 -- An operator steers: what a worker may, and cancelling, reviving, pausing, retention and the registry.
-grant insert, update, delete on shiftwork.tasks, shiftwork.queues, shiftwork.pauses, shiftwork.settings, shiftwork.schedules, shiftwork.edges
+grant insert, update, delete on shiftwork.tasks, shiftwork.queues, shiftwork.pauses, shiftwork.settings, shiftwork.schedules, shiftwork.edges, shiftwork.limits
   to shiftwork_operator;
+grant insert on shiftwork.permits to shiftwork_operator;
 grant execute on function
   shiftwork.cancel(bigint[], text, text), shiftwork.complete(bigint, jsonb, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
-  shiftwork.pause(text, text, interval, text, text), shiftwork.resume(text, text, text),
+  shiftwork.pause(text, text, interval, text, text, bigint, boolean), shiftwork.resume(text, text, text, bigint, boolean), shiftwork.kind_of(text, text, bigint), shiftwork.target_of(text, text),
+  shiftwork.limit_running(int, text, text, text), shiftwork.set_limit(text, text, int),
   shiftwork.retain(text, int, int, int, int, text), shiftwork.note(text, text, jsonb, jsonb, jsonb)
   to shiftwork_operator;

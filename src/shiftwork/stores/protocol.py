@@ -101,10 +101,12 @@ FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
 # What people steer with.
 PAUSE = "select shiftwork.pause(queue => %s::text, task => %s::text, lasting => make_interval(secs => %s), reason => %s::text)"
 RESUME = "select shiftwork.resume(queue => %s::text, task => %s::text) as resumed"
+LIMIT = "select shiftwork.limit_running(%s::int, queue => %s::text, task => %s::text) as changed"
+DECLARE_LIMITS = "select shiftwork.declare_limits(%s::jsonb) as written"
 RETAIN = "select shiftwork.retain(%s::text, completed => %s::int, failed => %s::int, cancelled => %s::int, expired => %s::int)"
 PURGE = "select partitions, jobs from shiftwork.purge(%s::boolean)"
 EXTEND_HISTORY = "select shiftwork.extend_history() as made"
-# Everything that has a name of its kind: jobs that are not finished, what the registry says, and pauses.
+# Everything that has a name of its kind: jobs that are not finished, what the registry says, limits and pauses.
 KNOWN = """
 with live as (
   select <kind> as name, jsonb_object_agg(state, number) as jobs
@@ -113,10 +115,12 @@ with live as (
 ), paused as (
   select name, extract(epoch from until)::text as until, reason from shiftwork.pauses
    where kind = '<kind>' and (until is null or until > shiftwork.clock())
+), limited as (
+  select name, max_running from shiftwork.limits where kind = '<kind>'
 )
-select name, coalesce(live.jobs, '{}') as jobs, <said>,
+select name, coalesce(live.jobs, '{}') as jobs, <said>, limited.max_running,
        paused.name is not null as paused, paused.until, paused.reason
-  from live full join shiftwork.<kind>s as known using (name) full join paused using (name)
+  from live full join shiftwork.<kind>s as known using (name) full join paused using (name) full join limited using (name)
  order by name
 """
 QUEUES = KNOWN.replace("<kind>", "queue").replace(
@@ -344,6 +348,14 @@ class Protocol:
     def resume(self, queue: str | None, task: str | None) -> Statement:
         """End a pause."""
         return self._statement(RESUME, queue, task)
+
+    def limit(self, most: int | None, queue: str | None, task: str | None) -> Statement:
+        """Let so many run at once of a queue, of a task or over all; None lifts the limit."""
+        return self._statement(LIMIT, most, queue, task)
+
+    def declare_limits(self, limits: Mapping[str, object]) -> Statement:
+        """The limits that a program has."""
+        return self._statement(DECLARE_LIMITS, _text(limits))
 
     def retain(self, queue: str, days: Sequence[int | None]) -> Statement:
         """How many days to keep what is completed, failed, cancelled and expired."""

@@ -122,6 +122,10 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
+        self._full = False
+        """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
+
+        self._returned = Wake()
         self._passing = False
         """Whether a claim has only looked at jobs that are not for us, and there are more behind them."""
 
@@ -311,7 +315,7 @@ class Worker:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
         idle, self._hungry, self._quiet = True, False, not self.holding
-        self._due, self._passing = None, False
+        self._due, self._passing, full = None, False, False
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
@@ -329,7 +333,10 @@ class Worker:
                 return False
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             lane.more = claimed.more
-            self._due = claimed.next_due_in
+            dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
+            self._due = min(dues, default=None)
+            self._full = full = full or claimed.full
+            self._hungry = self._hungry or (full and self._slots.free <= 0)  # what is limited is not fetched ahead
             self._passing = self._passing or (claimed.more and not claimed.taken)
             if lane is self._lanes.together:
                 if not claimed.more:
@@ -509,7 +516,7 @@ class Worker:
         self._vain = 0 if found or not self._woken else min(self._vain + 1, 10)
         self._woken = False
         if self._vain > 1:
-            await asyncio.sleep(min(MOST_IN_VAIN, NAP * 2**self._vain))
+            await self._returned.wait(min(MOST_IN_VAIN, NAP * 2**self._vain))
 
     async def _declare(self) -> set[str]:
         self._declare_at = time.monotonic() + DECLARE * 0.8
@@ -620,6 +627,10 @@ class Worker:
             del self.holding[run.id]
             if not self.holding and (self._settings.stop_when_idle or self._settings.max_jobs):
                 self._wake()
+            if self._full:
+                self._lanes.look()  # what was passed by may have room now
+                self._returned()
+                self._wake()
         if self._subscribers:
             self._publish(_end(run, outcome, answer))
 
@@ -634,6 +645,8 @@ class Worker:
 
     def _heard_work(self, queue: str) -> None:
         if not queue or queue in self._queues:
+            if self._full:
+                self._lanes.look()
             self._wake()
 
     def _heard_of(self, job: int) -> None:

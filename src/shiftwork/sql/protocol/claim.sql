@@ -5,10 +5,15 @@
 --
 -- Queues are served in the order given, each up to its want, all together up to the outer one. `tasks` are those that
 -- the worker knows (left out: all, `but` those named there). The first `start` jobs go straight to slots and count as started (left out: all).
+-- `most` says of how many jobs of a task there is room, {"resize": 2}; `conditions` on jobs are each an expression in SQL
+-- over the columns of `job`, evaluated with the caller's rights.
+--
+-- Where limits are set (limit_running), no more is taken than they allow, and what falls under one is not fetched ahead.
 --
 -- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
 -- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
--- is not, the seconds until the next job falls due or a pause ends; which queues are `mixed`, which is to be said of them next time; and
+-- is not, the seconds until the next job falls due or a pause ends (0: somebody has locked what we need); whether a limit is
+-- `full`, and whether this worker or everything is `paused`; pauses that have `ended` by themselves; which queues are `mixed`, which is to be said of them next time; and
 -- `places`, `due` and `earliest` (of the jobs that became ready with this claim), for a cursor:
 --
 -- Dead index entries pile up at the front of a queue, and no vacuum removes them while an old transaction is open. Reading
@@ -38,9 +43,21 @@ declare
   mixed boolean;
   mixed_queues text[] := '{}';
   more boolean := false;
+  rooms jsonb;                                         -- what is left of each limit, once it was looked for
+  room int;
+  tight boolean;
+  bound boolean := false;
+  names text[];
+  rests int[];
+  choosy boolean;
+  picked record;
+  filled boolean := false;
+  contested boolean := false;
+  ended jsonb;
   report shiftwork.jobs;
 begin
   report.id := 0;
+  perform pg_advisory_xact_lock_shared(hashtextextended('shiftwork limits', 0));       -- no limit changes meanwhile
   -- The lock keeps the reaper from calling this worker gone while it claims; its heartbeats pass.
   select worker.id as worker, nextval('shiftwork.claims') as number,
          least(coalesce(given.want, 1000), 10000) as want, given.start,
@@ -51,9 +68,16 @@ begin
                     and job.run_at >= shiftwork.place_time(given.due)) as is_due,
          nullif(array(select pause.name from shiftwork.pauses as pause
                        where pause.kind = 'task' and (pause.until is null or pause.until > present)
-                      union all select jsonb_array_elements_text(given.but)), '{}') as paused_tasks
+                      union all select jsonb_array_elements_text(given.but)), '{}') as paused_tasks,
+         exists (select from shiftwork.pauses as pause where pause.kind in ('all', 'worker') 
+                    and (pause.until is null or pause.until > present)
+                    and pause.name in ('', given.worker::text)) as paused,
+         exists (select from shiftwork.pauses as pause where pause.until <= present) as resumed,
+         exists (select from shiftwork.limits) as limited,
+         nullif(array(select jsonb_array_elements_text(given.conditions)), '{}') as conditions, given.most
     into asked
-    from jsonb_to_record(request) as given (worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb)
+    from jsonb_to_record(request) as given (
+           worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
     join shiftwork.workers as worker on worker.id = given.worker and worker.gone_at is null and worker.lease_until > present
      for key share of worker;
   if not found then
@@ -61,8 +85,20 @@ begin
     return next report;
     return;
   end if;
+  if asked.resumed then
+    ended := shiftwork.end_pauses();
+  end if;
+  if asked.paused then
+    report.payload := jsonb_strip_nulls(jsonb_build_object(
+      'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
+      'paused', true, 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
+      (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause where pause.until > present)));
+    return next report;
+    return;
+  end if;
   wanted := asked.want;
   starting := coalesce(asked.start, wanted);
+  choosy := asked.conditions is not null or asked.most is not null;
   if asked.is_due then
     select * into due from shiftwork.promote(1000, asked.due);
   else
@@ -90,22 +126,58 @@ begin
                 and (job.priority, job.run_at, job.id) > (ahead.priority, ahead.run_at, ahead.id) limit 1) as something
      order by ahead.ordinal, ahead.priority
   loop
+    if rooms is null and (asked.limited or choosy) then
+      -- Now that there is something to take, so that who finds nothing takes no permits from others.
+      if asked.limited then
+        select * into rooms, contested from shiftwork.lock_permits(
+          array(select wish ->> 'queue' from jsonb_array_elements(request -> 'queues') as wish), asked.tasks,
+          greatest(least(wanted, starting), 0));
+      end if;
+      rooms := coalesce(rooms, '{}');
+      if (rooms ->> 'all:')::int < wanted then
+        wanted := rooms ->> 'all:';
+        bound := true;
+      end if;
+      select array_agg(one.task), array_agg(one.room) into names, rests from (
+        select each.task, min(each.room) as room from (
+          select substr(key, 6) as task, value::int as room from jsonb_each_text(rooms) where key like 'task:%'
+          union all select key, value::int from jsonb_each_text(asked.most)) as each
+         group by each.task) as one;
+      choosy := choosy or names is not null;
+    end if;
     exit when wanted <= 0;
     if served is distinct from range.ordinal then
       served := range.ordinal;
       want := least(coalesce(range.want, wanted), wanted);
+      room := case when rooms ? ('queue:' || range.queue)
+                   then least((rooms ->> ('queue:' || range.queue))::int, greatest(starting, 0)) end;
+      tight := coalesce(room < want, false);
+      want := least(want, room);
     end if;
     if want <= 0 then
-      more := true;
+      filled := filled or tight;
+      more := more or not tight;
       continue;
     end if;
-    mixed := range.mixed;
+    mixed := range.mixed or choosy;
 
     -- Chunks: those that start at once, and those that are fetched ahead. Rows are locked and updated by where they lie,
     -- since nobody moves a row that we have locked.
     loop
       chunk := case when starting > 0 then least(want, starting) else want end;
-      if mixed then
+      if choosy then
+        select * into picked from shiftwork.pick(
+          range.queue, range.priority, range.run_at, range.id, range.until_priority, asked.examine, chunk, asked.tasks,
+          asked.paused_tasks, asked.conditions, names, rests, starting > 0);
+        rests := picked.rests;
+        return query
+        update shiftwork.jobs as job
+           set state = 'running', attempt = job.attempt + 1, worker = asked.worker, claim = asked.number,
+               claimed_at = present, started_at = case when starting > 0 then present end,
+               held_key = case when job.unique_scope = 'pending' then null else job.held_key end
+         where job.ctid = any(picked.rows)
+        returning job.*;
+      elsif mixed then
         -- Looked at first and locked then, so that a row which is not for us stays free for whom it is for.
         return query
         update shiftwork.jobs as job
@@ -182,8 +254,13 @@ begin
       end if;
       mixed := true;
     end loop;
+    filled := filled or want <= 0 and tight;
   end loop;
-  more := more or wanted <= 0;
+  more := more or wanted <= 0 and not bound;
+  filled := filled or wanted <= 0 and bound or 0 = any(rests);
+  if asked.limited and taken > 0 then
+    perform shiftwork.lend_permits(asked.worker, asked.number);
+  end if;
 
   report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
                                        'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted,
@@ -191,11 +268,56 @@ begin
   if due.promoted > 0 then
     report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from due.earliest) * 1000000)::bigint);
   end if;
-  if not more then
+  if filled then
+    report.payload := report.payload || '{"full": true}';
+  end if;
+  if ended is not null then
+    report.payload := report.payload || jsonb_build_object('ended', ended);
+  end if;
+  if filled and contested then
+    report.payload := report.payload || '{"next_due_in": 0}';
+  elsif not more then
     report.payload := report.payload || jsonb_build_object('next_due_in', extract(epoch from least(
       (select job.run_at from shiftwork.jobs as job
         where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached) order by job.run_at limit 1),
       (select min(pause.until) from shiftwork.pauses as pause where pause.until > present)) - present));
   end if;
   return next report;
+end $$;
+
+-- Of the first jobs of a range, those for this worker, now locked: as far as there is room for their task (`names` and `rests`;
+-- none that has a limit unless it starts at once), and where all conditions hold. Says where they lie, and what room is left.
+create or replace function shiftwork.pick(
+  queue text, priority bigint, run_at timestamptz, id bigint, until_priority bigint, examine int, most int, tasks text[], but text[],
+  conditions text[], names text[], inout rests int[], starting boolean, out rows tid[])
+language plpgsql set plan_cache_mode = force_custom_plan as $$
+declare
+  ahead record;
+  place int;
+begin
+  rows := '{}';
+  for ahead in execute format(
+    $look$
+      select job.ctid as lies, job.task
+        from (select candidate.ctid, candidate.* from shiftwork.jobs as candidate
+               where candidate.state = 'ready' and candidate.queue = $1 and candidate.priority < $5
+                 and (candidate.priority, candidate.run_at, candidate.id) > ($2, $3, $4)
+               order by candidate.priority, candidate.run_at, candidate.id limit $6) as job
+       where case when ($7 is null or job.task = any($7)) and ($8 is null or job.task <> all($8))
+                    and (job.expires_at is null or job.expires_at > shiftwork.clock()) and job.attempt < 1000000000
+                  then %s end
+    $look$, coalesce((select string_agg(format(E'(%s\n)', one), ' and ') from unnest(conditions) as one), 'true'))
+    using queue, priority, run_at, id, until_priority, examine, tasks, but
+  loop
+    exit when cardinality(rows) >= most;
+    place := array_position(names, ahead.task::text);
+    continue when place is not null and (rests[place] <= 0 or not starting);
+    perform from shiftwork.jobs as job where job.ctid = ahead.lies and job.state = 'ready' for update skip locked;
+    if found then
+      rows := rows || ahead.lies;
+      if place is not null then
+        rests[place] := rests[place] - 1;
+      end if;
+    end if;
+  end loop;
 end $$;

@@ -40,6 +40,9 @@ begin
       end;
     end loop;
     delete from shiftwork.signals as signal where signal.job = complete.job;
+    if former.state = 'running' and exists (select from shiftwork.limits) then
+      perform shiftwork.return_permits(array[complete.job]);
+    end if;
     perform shiftwork.announce(array[complete.job]);
     if former.state = 'running' and pg_notification_queue_usage() < 0.5 then
       perform pg_notify('shiftwork_cancel', complete.job::text);

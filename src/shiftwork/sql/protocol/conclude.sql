@@ -30,6 +30,9 @@ begin
         if exists (select from shiftwork.signals) then
           delete from shiftwork.signals as signal where signal.job = told.id;
         end if;
+        if exists (select from shiftwork.limits) then
+          perform shiftwork.return_permits(array[told.id]);
+        end if;
         if shiftwork.is_declared('shiftwork.awaited_until') then
           perform shiftwork.announce(array[told.id]);
         end if;

@@ -1,4 +1,5 @@
 -- Jobs that nobody started in time are expired. A job that was to be cancelled and that nobody holds any more is cancelled.
+-- Permits of jobs that do not run come back.
 -- Says how many ended.
 create or replace function shiftwork.expire(most int default 1000) returns int
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
@@ -22,6 +23,9 @@ begin
     unheld := shiftwork.finish_signalled(array(
       select job.id from shiftwork.signals as signal join shiftwork.jobs as job on job.id = signal.job
        where job.state in ('ready', 'scheduled', 'blocked', 'waiting') order by job.id limit most for update of job skip locked));
+  end if;
+  if exists (select from shiftwork.limits) or exists (select from shiftwork.permits) then
+    perform shiftwork.mend_permits();
   end if;
   return cardinality(late) + coalesce(cardinality(unheld), 0);
 end $$;

@@ -75,6 +75,9 @@ begin
          shiftwork.forget_on(shiftwork.days_kept(gone.keep, ending, gone.queue), shiftwork.today())
     from gone;
   delete from shiftwork.signals as signal where signal.job = any(ids);
+  if exists (select from shiftwork.limits) then
+    perform shiftwork.return_permits(ids);
+  end if;
   perform shiftwork.announce(ids);
 end $$;
 

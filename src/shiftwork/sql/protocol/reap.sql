@@ -159,6 +159,9 @@ begin
                  format('its worker was lost %s times while it ran, and it may be %s', lost.resets + 1, lost.max_resets + 1))));
       answer := 'failed';
     else
+      if exists (select from shiftwork.limits) then
+        perform shiftwork.return_permits(array[lost.id]);
+      end if;
       ended := array[lost.id];
       answer := 'ready';
     end if;

@@ -66,6 +66,9 @@ begin
   update shiftwork.jobs as job
      set state = 'ready', worker = null, claim = null, claimed_at = null, started_at = null
    where job.id = any(ids);
+  if exists (select from shiftwork.limits) then
+    perform shiftwork.return_permits(ids);
+  end if;
   perform shiftwork.wake(array(select distinct job.queue from shiftwork.jobs as job where job.id = any(ids)));
   return ended;
 end $$;

@@ -33,9 +33,10 @@ declare
   holder constant bigint := request ->> 'worker';
   carrying constant boolean := coalesce((request ->> 'carrying')::boolean, jsonb_path_exists(request, '$.outcomes[*].jobs'));
   many int;
-  -- What few batches need is looked for once: cancel requests, and queues with a retention of their own.
+  -- What few batches need is looked for once: cancel requests, queues with a retention of their own, and limits.
   asked boolean;
   ruled boolean;
+  limited boolean;
   usual record;
   finished bigint[];
   endings shiftwork.job_state[];
@@ -53,7 +54,8 @@ begin
                order by one.value ->> 'id', one.value ->> 'attempt', one.ordinality) as first));
   end if;
   many := jsonb_array_length(request -> 'outcomes');
-  select exists (select from shiftwork.signals), exists (select from shiftwork.queues where name <> '*') into asked, ruled;
+  select exists (select from shiftwork.signals), exists (select from shiftwork.queues where name <> '*'),
+         exists (select from shiftwork.limits) into asked, ruled, limited;
   select shiftwork.forget_on(every.keep_completed, today) as completed, shiftwork.forget_on(every.keep_failed, today) as failed,
          shiftwork.forget_on(every.keep_cancelled, today) as cancelled
     into usual from shiftwork.queues as every where every.name = '*';
@@ -140,6 +142,10 @@ begin
         on conflict (job, attempt) do nothing
       )
       select array_agg(moved.id) into again from moved;
+    end if;
+
+    if limited then
+      perform shiftwork.return_permits(finished || again);
     end if;
 
     -- Last, since it may wait for others who enqueue the same keys; and the keys of those that ended are free by now.
