@@ -182,7 +182,9 @@ def test_what_falls_under_a_limit_is_not_fetched_ahead(protocol: Protocol) -> No
     limit(protocol, 5, task="slow")
     worker = protocol.register()
     claimed = protocol.claim(worker, "mail", "free", want=12, start=2)
-    assert [(job["queue"], job["task"]) for job in claimed.jobs if job["started_at"]] == [("mail", "greet")] * 2
+    assert [(job["queue"], job["task"]) for job in claimed.jobs if job["started_at"]] == [
+        ("mail", "greet")
+    ] * 2
     ahead = [(job["queue"], job["task"]) for job in claimed.jobs if not job["started_at"]]
     assert ahead == [("free", "greet")] * 6
     assert unpaired(protocol) == []
@@ -357,10 +359,13 @@ def test_a_change_of_a_limit_is_in_the_audit(protocol: Protocol) -> None:
 def test_claimers_at_once_never_exceed_a_limit(dsn: str, protocol: Protocol) -> None:
     # spec: HO-16, HO-36
     caps = {("queue", "a"): 3, ("task", "slow"): 2, ("all", ""): 5}
-    for (kind, name), most in caps.items():
-        limit(protocol, most, **({} if kind == "all" else {kind: name}))
+    for (kind, name), many in caps.items():
+        limit(protocol, many, **({} if kind == "all" else {kind: name}))
     protocol.enqueue_many(
-        {"task": task, "queue": queue} for _ in range(40) for task in ("slow", "quick") for queue in ("a", "b")
+        {"task": task, "queue": queue}
+        for _ in range(40)
+        for task in ("slow", "quick")
+        for queue in ("a", "b")
     )
     wrong: list[object] = []
 

@@ -19,12 +19,25 @@ ROLES = ["producer", "worker", "operator", "viewer"]
 VERBS = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER"]
 
 JOBS = {"jobs", "history", "attempts", "signals", "progress", "logs"}
-REGISTRY = {"tasks", "queues", "pauses", "settings", "schedules", "edges"}
-OTHER = {"workers", "snapshots", "duties", "audit", "moves", "migrations", "all_jobs"}
+REGISTRY = {"tasks", "queues", "pauses", "limits", "settings", "schedules", "edges"}
+OTHER = {"workers", "permits", "snapshots", "duties", "audit", "moves", "migrations", "all_jobs"}
 
 PRODUCING = {"enqueue", "enqueue_many", "clock"}
 VIEWING = {"clock", "look", "await_results", "measure_queues"}
-STEERING = {"cancel", "complete", "revive", "run_now", "pause", "resume", "retain", "note"}
+STEERING = {
+    "cancel",
+    "complete",
+    "revive",
+    "run_now",
+    "pause",
+    "resume",
+    "retain",
+    "note",
+    "limit_running",
+    "set_limit",
+    "kind_of",
+    "target_of",
+}
 NOBODY = {
     "check_payload",
     "complete_insert",
@@ -88,6 +101,10 @@ def allowed_on(role: str, table: str) -> set[str]:
             return reads | {"INSERT", "UPDATE", "DELETE"}
         case "worker" | "operator" if table == "workers":
             return reads | {"INSERT", "UPDATE"}
+        case "worker" if table == "permits":
+            return reads | {"UPDATE", "DELETE"}
+        case "operator" if table == "permits":
+            return reads | {"INSERT", "UPDATE", "DELETE"}
         case "worker" | "operator" if table == "snapshots":
             return reads | {"INSERT"}
         case "worker" | "operator" if table == "duties":
@@ -295,11 +312,19 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         assert operator.cancel(ids[4]) == {ids[4]: "cancelled"}
         operator.rows("select {}.pause(queue => 'mail')")
         operator.rows("select {}.resume(queue => 'mail')")
+        operator.rows("select {}.limit_running(1)")
+        assert worker.value("""select {}.declare_limits('{{"queues": {{"mail": 2}}}}')""") == 1
+        operator.rows("select {}.pause(everything => true, lasting => '1 microsecond')")
+        held = worker.claim(other, "other", want=9, most={"t": 9}, conditions=["priority = 0"])
+        assert len(held.jobs) == 1
+        assert held.report["ended"] == [{"kind": "all", "name": ""}]
+        assert set(worker.complete(other, held.jobs).values()) == {"settled"}
+        operator.rows("select {}.limit_running(null)")
         operator.rows("select {}.retain('mail', completed => 1)")
         operator.rows("update {}.tasks set max_resets = 1 where name = 't'")
         assert operator.value("select {}.complete(%s)", ids[5]) == "completed"
         operator.rows("update {}.settings set value = '10000' where name = 'max_payload'")
-        assert viewer.value("select count(*) from {}.audit") == 8
+        assert viewer.value("select count(*) from {}.audit") == 12
         assert viewer.state(expiring) == "expired"
         assert viewer.value("select queue from {}.measure_queues(array['mail'])") == "mail"
         assert len(viewer.rows("select * from {}.look(%s)", ids)) == len(ids)
@@ -314,7 +339,7 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
         for who, statement in beyond:
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 who.rows(statement)
-        for table in ("tasks", "queues", "pauses", "settings"):
+        for table in ("tasks", "queues", "pauses", "limits", "settings"):
             text: Any = f"delete from {{}}.{table}"
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 worker.rows(text)

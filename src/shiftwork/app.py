@@ -28,6 +28,7 @@ from shiftwork.logs import Telling, is_set_up
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
 from shiftwork.task import (
+    MOST_RUNNING,
     AsyncTask,
     AsyncTaskWith,
     Executor,
@@ -120,6 +121,9 @@ class App(Surroundings):
 
     @app.task(queue="mail")
     async def send_email(to: str, subject: str) -> str: ...
+
+    `queues` declares which there are, and as a mapping how many of each may run at once in the whole cluster;
+    `max_running` says how many over all.
     """
 
     def __init__(
@@ -131,7 +135,8 @@ class App(Surroundings):
         max_connections: int | None = None,
         max_payload: int | None = None,
         settings: Settings | None = None,
-        queues: Sequence[str] | None = None,
+        queues: Sequence[str] | Mapping[str, int | None] | None = None,
+        max_running: int | None = None,
         codes: Mapping[type[BaseException], str] | None = None,
         default_code: str | None = None,
     ) -> None:
@@ -146,6 +151,7 @@ class App(Surroundings):
             raise ConfigurationError("give either settings or single ones, not both")
         self.settings = settings or Settings.read(**given)
         self.queues = None if queues is None else _declared(queues)
+        self._limits = _limits(queues, max_running)
         self.codes = dict(codes or {})
         self.default_code = default_code
         check_codes("App", self.codes, default_code)
@@ -204,6 +210,7 @@ class App(Surroundings):
         transaction: bool = False,
         executor: Executor | None = None,
         concurrency: int | None = None,
+        max_running: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
         codes: Mapping[type[BaseException], str] | None = None,
@@ -229,6 +236,7 @@ class App(Surroundings):
         transaction: bool = False,
         executor: Executor | None = None,
         concurrency: int | None = None,
+        max_running: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
         codes: Mapping[type[BaseException], str] | None = None,
@@ -241,6 +249,7 @@ class App(Surroundings):
             transaction=transaction,
             executor=executor,
             concurrency=concurrency,
+            max_running=max_running,
             on_lost=on_lost,
             max_resets=max_resets,
             codes=codes or {},
@@ -503,6 +512,7 @@ class App(Surroundings):
             chosen,
             self._tasks,
             begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
+            limits=self._limits,
             middleware=self._middleware,
             subscribers=[Telling(), *self._subscribers],
             revive=client.revive,
@@ -560,12 +570,24 @@ def _install(settings: Settings) -> None:
             raise translate(error, settings.schema, commits=True, alive=alive) from None
 
 
-def _declared(queues: Sequence[str]) -> tuple[str, ...]:
+def _declared(queues: Sequence[str] | Mapping[str, int | None]) -> tuple[str, ...]:
     if isinstance(queues, str) or not queues:
         raise ConfigurationError(
             f"queues is {queues!r}; it must be a list of names, such as ('mail', 'default')"
         )
     return tuple(check_name("the name of a queue", queue) for queue in queues)
+
+
+def _limits(queues: object, max_running: int | None) -> dict[str, Any]:
+    """What a worker declares of them."""
+    of_queues = {name: most for name, most in queues.items() if most} if isinstance(queues, Mapping) else {}
+    for name, most in (("max_running", max_running), *of_queues.items()):
+        if most is not None and not (isinstance(most, int) and 1 <= most <= MOST_RUNNING):
+            raise ConfigurationError(
+                f"{name}: {most!r} at once; it must be a whole number from 1 to {MOST_RUNNING:,}"
+            )
+    limits: dict[str, Any] = {"queues": of_queues} if of_queues else {}
+    return limits | ({} if max_running is None else {"all": max_running})
 
 
 def _as_stored(result: object) -> object:

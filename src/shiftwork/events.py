@@ -204,6 +204,26 @@ class DatabaseBack(Event, frozen=True):
     part: str
 
 
+class PauseEnded(Event, frozen=True):
+    """The time of a pause was over, and nobody had resumed: of a queue, a task, a worker or all."""
+
+    kind: str
+    name: str
+    reason: str
+
+
+class WorkerPaused(Event, frozen=True):
+    """This worker claims nothing, since it or everything is paused."""
+
+    worker: int
+
+
+class WorkerResumed(Event, frozen=True):
+    """It claims again."""
+
+    worker: int
+
+
 class DutyDone(Event, frozen=True):
     """This worker has done something for all."""
 

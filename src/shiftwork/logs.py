@@ -124,6 +124,14 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
         case events.DatabaseBack(part):
             return logging.INFO, f"{part} goes on"
+        case events.PauseEnded(kind, name, reason):
+            what = "everything" if kind == "all" else f"{kind} {name}"
+            told = f" (paused for: {reason})" if reason else ""
+            return logging.WARNING, f"{what} is resumed: the time of its pause is over{told}"
+        case events.WorkerPaused(worker):
+            return logging.INFO, f"worker {worker} is paused; what runs goes on"
+        case events.WorkerResumed(worker):
+            return logging.INFO, f"worker {worker} is not paused any more"
         case events.DutyDone(duty, did, seconds):
             return logging.INFO if did else logging.DEBUG, f"duty {duty} done in {_took(seconds)}: {did}"
         case events.DutyFailed(duty, error, set_aside):

@@ -208,6 +208,12 @@ class Claimed:
     full: bool = False
     """Whether a limit has as many as it allows."""
 
+    paused: bool = False
+    """Whether this worker is paused, or everything is."""
+
+    resumed: Sequence[tuple[str, str, str]] = ()
+    """Pauses whose time was over: kind, name and reason."""
+
     @property
     def jobs(self) -> list[Job]:
         """What was taken, as jobs."""
@@ -308,6 +314,8 @@ def claim(
         report["more"],
         report.get("next_due_in"),
         report.get("full", False),
+        report.get("paused", False),
+        [(one["kind"], one["name"], one.get("reason", "")) for one in report.get("ended", ())],
     )
 
 
@@ -531,16 +539,26 @@ def pause(
     *,
     queue: str | None = None,
     task: str | None = None,
+    worker: int | None = None,
+    everything: bool = False,
     lasting: timedelta | None = None,
     reason: str | None = None,
 ) -> Plan[None]:
-    """Let nobody claim from a queue, or jobs of a task, for a time or until resumed."""
-    yield store.pause(queue, task, None if lasting is None else lasting.total_seconds(), reason)
+    """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing: for a time or until resumed."""
+    seconds = None if lasting is None else lasting.total_seconds()
+    yield store.pause(queue, task, worker, seconds, reason, everything=everything)
 
 
-def resume(store: Protocol, *, queue: str | None = None, task: str | None = None) -> Plan[bool]:
+def resume(
+    store: Protocol,
+    *,
+    queue: str | None = None,
+    task: str | None = None,
+    worker: int | None = None,
+    everything: bool = False,
+) -> Plan[bool]:
     """End a pause; says whether there was one."""
-    rows = yield store.resume(queue, task)
+    rows = yield store.resume(queue, task, worker, everything=everything)
     return bool(rows[0]["resumed"])
 
 
@@ -572,6 +590,18 @@ def extend_history(store: Protocol) -> Plan[int]:
 def list_queues(store: Protocol) -> Plan[Rows]:
     """Queues: what is in them, how long they keep what, and whether they are paused."""
     return (yield store.queues())
+
+
+def list_running(
+    store: Protocol,
+    *,
+    queue: str | None = None,
+    task: str | None = None,
+    worker: int | None = None,
+    limit: int = 20,
+) -> Plan[Rows]:
+    """What runs, the oldest first; each row says how many there are."""
+    return (yield store.running(queue, task, worker, limit))
 
 
 def list_tasks(store: Protocol) -> Plan[Rows]:

@@ -27,6 +27,8 @@ R = TypeVar("R")
 
 OnLost = Literal["requeue", "fail"]
 Executor = Literal["loop", "thread", "process"]
+MOST_RUNNING = 10_000
+"""The largest limit on what runs at once in the cluster."""
 
 
 class Surroundings:
@@ -151,6 +153,7 @@ class Options:
     transaction: bool = False
     executor: Executor | None = None
     concurrency: int | None = None
+    max_running: int | None = None
     on_lost: OnLost = "requeue"
     max_resets: int | None = None
     codes: Mapping[type[BaseException], str] = field(default_factory=dict)
@@ -174,6 +177,7 @@ _RULES: Mapping[str, Rule] = {
     "transaction": switch(),
     "executor": maybe(choice("loop", "thread", "process")),
     "concurrency": maybe(whole(1, 10_000)),
+    "max_running": maybe(whole(1, MOST_RUNNING)),
     "on_lost": choice("requeue", "fail"),
     "max_resets": maybe(whole(0, UNLIMITED)),
 }
@@ -217,6 +221,7 @@ class Task(Sending[P, R]):
         self.executor: Executor = running.executor or ("loop" if self.is_async else "thread")
         self._check_executor()
         self.concurrency = running.concurrency
+        self.max_running = running.max_running
         self.on_lost: OnLost = running.on_lost
         self.max_resets = running.max_resets
         self.codes = dict(running.codes)

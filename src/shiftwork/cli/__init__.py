@@ -15,15 +15,27 @@ COMMANDS = {
     "check": ("shiftwork.cli.check:check", "See whether an app, its settings and its database are in order."),
     "db": ("shiftwork.cli.db:db", "The PostgreSQL server that comes with shiftwork."),
     "demo": ("shiftwork.demo:demo", "See two workers run a few thousand jobs, and one of them die."),
+    "drain": (
+        "shiftwork.cli.steering:drain",
+        "Pause everything, a queue or a task, and wait until nothing runs.",
+    ),
     "duties": ("shiftwork.cli.workers:duties", "List what some worker does for all."),
     "jobs": ("shiftwork.cli.jobs:jobs", "List, show, enqueue, cancel, revive and count jobs."),
+    "limit": ("shiftwork.cli.steering:limit", "Say how many jobs may run at once in the whole cluster."),
     "migrate": ("shiftwork.cli.migrate:migrate", "Install the schema in a database, or bring it up to date."),
     "purge": ("shiftwork.cli.queues:purge", "Forget finished jobs that need not be kept any longer."),
     "reap": ("shiftwork.cli.workers:reap", "Take jobs back from workers that fell silent."),
-    "queues": ("shiftwork.cli.queues:queues", "List, pause and resume queues; say how long jobs are kept."),
-    "tasks": ("shiftwork.cli.queues:tasks", "List, pause and resume tasks."),
+    "resume": ("shiftwork.cli.steering:resume", "End a pause, of everything, a queue, a task or a worker."),
+    "queues": (
+        "shiftwork.cli.queues:queues",
+        "List, pause, resume and limit queues; say how long jobs are kept.",
+    ),
+    "tasks": ("shiftwork.cli.queues:tasks", "List, pause, resume and limit tasks."),
     "worker": ("shiftwork.cli.worker:worker", "Run jobs, until told to stop."),
-    "workers": ("shiftwork.cli.workers:workers", "List workers: which are alive, what they run and cost."),
+    "workers": (
+        "shiftwork.cli.workers:workers",
+        "List workers, what they run and cost; pause and resume them.",
+    ),
 }
 """Where each command is, and what it does in a line: the list of commands imports none of them."""
 

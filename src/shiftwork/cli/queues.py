@@ -9,25 +9,25 @@ from typing import Any
 import click
 
 from shiftwork import operations
-from shiftwork.cli.asking import NOT_SO, database_options, duration, json_option, opened, place
+from shiftwork.cli.asking import database_options, duration, json_option, opened, place
 from shiftwork.cli.printing import at, print_json, print_table, shortened
-from shiftwork.job import State, check_name, moment
+from shiftwork.cli.steering import CODES, add_limit, named, steer
+from shiftwork.job import State, moment
 from shiftwork.printable import clean
 from shiftwork.settings import UNLIMITED, Settings
 
-CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: it was not paused (resume)."
 LIVE = tuple(state.value for state in State if not state.is_final)
 ENDINGS = tuple(state.value for state in State if state.is_final)
 
 
 @click.group(epilog=CODES)
 def queues() -> None:
-    """List, pause and resume queues; say how long finished jobs are kept."""
+    """List, pause, resume and limit queues; say how long finished jobs are kept."""
 
 
 @click.group(epilog=CODES)
 def tasks() -> None:
-    """List, pause and resume tasks."""
+    """List, pause, resume and limit tasks."""
 
 
 @queues.command("list")
@@ -41,10 +41,16 @@ def list_queues(settings: Settings, as_json: bool) -> None:
         print_json(found)
         return
     rows = [
-        (shortened(row["name"]), *_live(row), _kept({ending: row[ending] for ending in ENDINGS}), _pause(row))
+        (
+            shortened(row["name"]),
+            *_live(row),
+            row["max_running"],
+            _kept({ending: row[ending] for ending in ENDINGS}),
+            _pause(row),
+        )
         for row in found
     ]
-    print_table(("queue", *LIVE, "keeps", "paused"), rows, numbers=LIVE)
+    print_table(("queue", *LIVE, "limit", "keeps", "paused"), rows, numbers=(*LIVE, "limit"))
 
 
 @tasks.command("list")
@@ -61,11 +67,19 @@ def list_tasks(settings: Settings, as_json: bool) -> None:
         click.echo(f"No tasks in {place(settings)}.")
         return
     rows = [
-        (shortened(row["name"]), row["queue"], row["priority"], row["max_attempts"], *_live(row), _pause(row))
+        (
+            shortened(row["name"]),
+            row["queue"],
+            row["priority"],
+            row["max_attempts"],
+            *_live(row),
+            row["max_running"],
+            _pause(row),
+        )
         for row in found
     ]
-    columns = ("task", "queue", "priority", "attempts", *LIVE, "paused")
-    print_table(columns, rows, numbers=("priority", "attempts", *LIVE))
+    columns = ("task", "queue", "priority", "attempts", *LIVE, "limit", "paused")
+    print_table(columns, rows, numbers=("priority", "attempts", *LIVE, "limit"))
 
 
 def _with_moment(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,41 +105,9 @@ def _pause(row: Mapping[str, Any]) -> str:
     return f"{said}: {shortened(row['reason'])}" if row["reason"] else said
 
 
-def _steering(group: click.Group, kind: str) -> None:
-    """Both `pause` and `resume`, for queues or for tasks."""
-
-    @group.command(help=f"Pause a {kind}: nobody claims from it; what runs goes on.")
-    @database_options
-    @click.argument("name")
-    @click.option("--for", "lasting", type=duration, help="Resume by itself after so long: 10m, 1h.")
-    @click.option("--reason", help="Why; it is shown in the list.")
-    def pause(settings: Settings, name: str, lasting: timedelta | None, reason: str | None) -> None:
-        with opened(settings) as app:
-            plan = operations.pause(
-                app.client.store, **{kind: _named(kind, name)}, lasting=lasting, reason=reason
-            )
-            app.client.perform(plan)
-        click.echo(
-            f"{kind} {clean(name)} is paused{'' if lasting else f', until `shiftwork {kind}s resume`'}."
-        )
-
-    @group.command(help=f"End the pause of a {kind}.", epilog=CODES)
-    @database_options
-    @click.argument("name")
-    @click.pass_context
-    def resume(context: click.Context, settings: Settings, name: str) -> None:
-        with opened(settings) as app:
-            resumed = app.client.perform(operations.resume(app.client.store, **{kind: _named(kind, name)}))
-        click.echo(f"{kind} {clean(name)} {'goes on' if resumed else 'was not paused'}.")
-        context.exit(0 if resumed else NOT_SO)
-
-
-def _named(kind: str, name: str) -> str:
-    return check_name(f"the name of a {kind}", name)
-
-
-_steering(queues, "queue")
-_steering(tasks, "task")
+for group, kind in ((queues, "queue"), (tasks, "task")):
+    steer(group, kind, named)
+    add_limit(group, kind)
 
 
 def days(text: str) -> int:
@@ -159,7 +141,7 @@ def retain(settings: Settings, name: str, **kept: int | None) -> None:
         raise click.UsageError(f"Say what to keep: {', '.join(f'--{ending}' for ending in ENDINGS)}.")
     with opened(settings) as app:
         days = {State(ending): value for ending, value in kept.items() if value is not None}
-        app.client.perform(operations.retain(app.client.store, _named("queue", name), days))
+        app.client.perform(operations.retain(app.client.store, named("queue", name), days))
     click.echo(f"queue {clean(name)} keeps {_kept(kept)}.")
 
 

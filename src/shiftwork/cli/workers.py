@@ -12,6 +12,7 @@ import click
 from shiftwork import operations
 from shiftwork.cli.asking import NotSo, database_options, duration, json_option, opened, place
 from shiftwork.cli.printing import at, document, json_line, print_fields, print_json, print_table, shortened
+from shiftwork.cli.steering import numbered, steer
 from shiftwork.errors import DatabaseUnavailable
 from shiftwork.job import moment
 from shiftwork.printable import clean
@@ -33,7 +34,7 @@ class Listing(click.Group):
 
 @click.group(cls=Listing)
 def workers() -> None:
-    """List workers: which are alive, what they run, and what they cost."""
+    """List workers: which are alive, what they run, and what they cost; pause and resume them."""
 
 
 @workers.command("list")
@@ -117,6 +118,9 @@ def show(settings: Settings, worker: int, as_json: bool) -> None:
         click.echo()
         columns = ("job", "task", "queue", "attempt", "since")
         print_table(columns, [tuple(job.values()) for job in _listed(holding)], numbers=("job", "attempt"))
+
+
+steer(workers, "worker", numbered)
 
 
 def _told(row: Mapping[str, Any]) -> dict[str, Any]:

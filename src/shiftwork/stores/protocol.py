@@ -99,8 +99,13 @@ SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
 
 # What people steer with.
-PAUSE = "select shiftwork.pause(queue => %s::text, task => %s::text, lasting => make_interval(secs => %s), reason => %s::text)"
-RESUME = "select shiftwork.resume(queue => %s::text, task => %s::text) as resumed"
+PAUSE = """
+select shiftwork.pause(queue => %s::text, task => %s::text, worker => %s::bigint, everything => %s::boolean,
+                       lasting => make_interval(secs => %s), reason => %s::text)
+"""
+RESUME = """
+select shiftwork.resume(queue => %s::text, task => %s::text, worker => %s::bigint, everything => %s::boolean) as resumed
+"""
 LIMIT = "select shiftwork.limit_running(%s::int, queue => %s::text, task => %s::text) as changed"
 DECLARE_LIMITS = "select shiftwork.declare_limits(%s::jsonb) as written"
 RETAIN = "select shiftwork.retain(%s::text, completed => %s::int, failed => %s::int, cancelled => %s::int, expired => %s::int)"
@@ -158,6 +163,13 @@ select duty.name, extract(epoch from duty.every)::float as every, extract(epoch 
        duty.worker, extract(epoch from duty.taken_at)::text as taken_at, extract(epoch from duty.ended_at)::text as ended_at,
        duty.seconds, duty.did, duty.error
   from shiftwork.duties as duty order by duty.name
+"""
+RUNNING = """
+select id, task, queue, worker, attempt, extract(epoch from started_at)::text as started_at, count(*) over () as many
+  from shiftwork.jobs
+ where state = 'running' and queue = coalesce(%s::text, queue) and task = coalesce(%s::text, task)
+   and worker = coalesce(%s::bigint, worker)
+ order by id limit %s
 """
 INSTALLED = "select (value ->> 'version')::int as protocol from shiftwork.settings where name = 'protocol'"
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
@@ -340,14 +352,23 @@ class Protocol:
         return self._statement(FENCE, job, attempt)
 
     def pause(
-        self, queue: str | None, task: str | None, seconds: float | None, reason: str | None
+        self,
+        queue: str | None,
+        task: str | None,
+        worker: int | None,
+        seconds: float | None,
+        reason: str | None,
+        *,
+        everything: bool,
     ) -> Statement:
-        """Let nobody claim from a queue, or jobs of a task."""
-        return self._statement(PAUSE, queue, task, seconds, reason)
+        """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing."""
+        return self._statement(PAUSE, queue, task, worker, everything, seconds, reason)
 
-    def resume(self, queue: str | None, task: str | None) -> Statement:
+    def resume(
+        self, queue: str | None, task: str | None, worker: int | None, *, everything: bool
+    ) -> Statement:
         """End a pause."""
-        return self._statement(RESUME, queue, task)
+        return self._statement(RESUME, queue, task, worker, everything)
 
     def limit(self, most: int | None, queue: str | None, task: str | None) -> Statement:
         """Let so many run at once of a queue, of a task or over all; None lifts the limit."""
@@ -388,6 +409,10 @@ class Protocol:
     def duties(self) -> Statement:
         """What is done for all: when next, by whom, and how it went."""
         return self._look(DUTIES)
+
+    def running(self, queue: str | None, task: str | None, worker: int | None, limit: int) -> Statement:
+        """What runs, the oldest first, each with how many there are."""
+        return self._look(RUNNING, queue, task, worker, limit)
 
     def installed(self) -> Statement:
         """Which protocol the schema has."""

@@ -87,6 +87,7 @@ class Worker:
         settings: Settings,
         tasks: Mapping[str, Task],
         *,
+        limits: Mapping[str, Any] | None = None,
         middleware: Sequence[Middleware] = (),
         subscribers: Sequence[Subscriber] = (),
         revive: Callable[[], None] | None = None,
@@ -104,6 +105,8 @@ class Worker:
         self._tasks = tasks
         self._queues = _queues(settings, tasks)
         self._lanes = Lanes(settings, tasks, self._queues)
+        of_tasks = {name: task.max_running for name, task in tasks.items() if task.max_running}
+        self._limits = {**(limits or {}), **({"tasks": of_tasks} if of_tasks else {})}
         self._subscribers = list(subscribers)
         self._middleware = middleware
         self._revive = revive
@@ -126,6 +129,7 @@ class Worker:
         """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
 
         self._returned = Wake()
+        self._paused = False
         self._passing = False
         """Whether a claim has only looked at jobs that are not for us, and there are more behind them."""
 
@@ -336,7 +340,9 @@ class Worker:
             dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
             self._due = min(dues, default=None)
             self._full = full = full or claimed.full
-            self._hungry = self._hungry or (full and self._slots.free <= 0)  # what is limited is not fetched ahead
+            self._hungry = self._hungry or (
+                full and self._slots.free <= 0
+            )  # what is limited is not fetched ahead
             self._passing = self._passing or (claimed.more and not claimed.taken)
             if lane is self._lanes.together:
                 if not claimed.more:
@@ -383,6 +389,11 @@ class Worker:
             tasks = Counter(map(_task_of, claimed.taken))
             self._publish(events.Claimed(tasks, time.perf_counter() - began))
         await self._reached("claimed")
+        for kind, name, reason in claimed.resumed:
+            self._publish(events.PauseEnded(kind, name, reason))
+        if claimed.paused is not self._paused:
+            self._paused = claimed.paused
+            self._publish(events.WorkerPaused(self.id) if self._paused else events.WorkerResumed(self.id))
         if not claimed.number:
             self._leases.nudge()  # late; the next beat tells whether we were given up
             await asyncio.sleep(min(0.1, self._leases.seconds / 10))
@@ -686,6 +697,7 @@ class Worker:
                 await self._line.perform(
                     operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
                 )
+                await self._line.perform(operations.declare_limits(self._store, self._limits))
                 await self._register()
             except DatabaseError as error:
                 if not will_pass(error):

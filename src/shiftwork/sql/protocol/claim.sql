@@ -26,8 +26,10 @@ create or replace function shiftwork.claim(request jsonb) returns setof shiftwor
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
+  turn constant text := pg_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));   -- limits and pauses wait for us
   present constant timestamptz := shiftwork.clock();
   asked record;
+  closed text[];
   due record;
   range record;
   served bigint;
@@ -44,6 +46,8 @@ declare
   mixed_queues text[] := '{}';
   more boolean := false;
   rooms jsonb;                                         -- what is left of each limit, once it was looked for
+  conditions text[];
+  paused boolean := false;
   room int;
   tight boolean;
   bound boolean := false;
@@ -57,7 +61,6 @@ declare
   report shiftwork.jobs;
 begin
   report.id := 0;
-  perform pg_advisory_xact_lock_shared(hashtextextended('shiftwork limits', 0));       -- no limit changes meanwhile
   -- The lock keeps the reaper from calling this worker gone while it claims; its heartbeats pass.
   select worker.id as worker, nextval('shiftwork.claims') as number,
          least(coalesce(given.want, 1000), 10000) as want, given.start,
@@ -66,15 +69,8 @@ begin
          coalesce(given.due, 0) as due,
          exists (select from shiftwork.jobs as job where job.state = 'scheduled' and job.run_at <= present
                     and job.run_at >= shiftwork.place_time(given.due)) as is_due,
-         nullif(array(select pause.name from shiftwork.pauses as pause
-                       where pause.kind = 'task' and (pause.until is null or pause.until > present)
-                      union all select jsonb_array_elements_text(given.but)), '{}') as paused_tasks,
-         exists (select from shiftwork.pauses as pause where pause.kind in ('all', 'worker') 
-                    and (pause.until is null or pause.until > present)
-                    and pause.name in ('', given.worker::text)) as paused,
-         exists (select from shiftwork.pauses as pause where pause.until <= present) as resumed,
-         exists (select from shiftwork.limits) as limited,
-         nullif(array(select jsonb_array_elements_text(given.conditions)), '{}') as conditions, given.most
+         given.but, given.conditions, given.most,
+         exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited
     into asked
     from jsonb_to_record(request) as given (
            worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
@@ -85,10 +81,19 @@ begin
     return next report;
     return;
   end if;
-  if asked.resumed then
-    ended := shiftwork.end_pauses();
+  if asked.but is not null then
+    closed := array(select jsonb_array_elements_text(asked.but));
   end if;
-  if asked.paused then
+  if asked.pausing then
+    select closed || array_agg(pause.name) filter (where pause.kind = 'task'),
+           count(*) filter (where pause.name in ('', asked.worker::text) and pause.kind in ('all', 'worker')) > 0
+      into closed, paused
+      from shiftwork.pauses as pause where pause.until is null or pause.until > present;
+    if exists (select from shiftwork.pauses as pause where pause.until <= present) then
+      ended := shiftwork.end_pauses();
+    end if;
+  end if;
+  if paused then
     report.payload := jsonb_strip_nulls(jsonb_build_object(
       'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
       'paused', true, 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
@@ -99,6 +104,9 @@ begin
   wanted := asked.want;
   starting := coalesce(asked.start, wanted);
   choosy := asked.conditions is not null or asked.most is not null;
+  if asked.conditions is not null then
+    conditions := array(select jsonb_array_elements_text(asked.conditions));
+  end if;
   if asked.is_due then
     select * into due from shiftwork.promote(1000, asked.due);
   else
@@ -168,7 +176,7 @@ begin
       if choosy then
         select * into picked from shiftwork.pick(
           range.queue, range.priority, range.run_at, range.id, range.until_priority, asked.examine, chunk, asked.tasks,
-          asked.paused_tasks, asked.conditions, names, rests, starting > 0);
+          closed, conditions, names, rests, starting > 0);
         rests := picked.rests;
         return query
         update shiftwork.jobs as job
@@ -194,7 +202,7 @@ begin
                     order by ahead.priority, ahead.run_at, ahead.id limit asked.examine) as seen
              join shiftwork.jobs as front on front.ctid = seen.ctid
             where (asked.tasks is null or seen.task = any(asked.tasks))
-              and (asked.paused_tasks is null or seen.task <> all(asked.paused_tasks))
+              and (closed is null or seen.task <> all(closed))
               and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000
               and front.state = 'ready'
             limit chunk for update of front skip locked))
@@ -215,7 +223,7 @@ begin
                       and ahead.priority < range.until_priority
                     order by ahead.priority, ahead.run_at, ahead.id limit chunk for update skip locked) as seen
             where (asked.tasks is null or seen.task = any(asked.tasks))
-              and (asked.paused_tasks is null or seen.task <> all(asked.paused_tasks))
+              and (closed is null or seen.task <> all(closed))
               and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000))
         returning job.*;
       end if;

@@ -69,7 +69,7 @@ begin
       return;
     end if;
     -- From here on no claim is under way, and those to come will see what we do.
-    perform pg_advisory_xact_lock(hashtextextended('shiftwork limits', 0));
+    perform pg_advisory_xact_lock(hashtextextended('shiftwork claims', 0));
   end loop;
 
   if most is null then

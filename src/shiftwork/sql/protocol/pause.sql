@@ -2,12 +2,12 @@
 drop function if exists shiftwork.pause(text, text, interval, text, text);
 drop function if exists shiftwork.resume(text, text, text);
 
--- Pause a queue, a task, a worker or everything: nothing of it is claimed, what runs goes on. It ends by itself after
--- `lasting`, or with resume.
+-- Pause a queue, a task, a worker or everything: once this is committed nothing of it is claimed, and what runs goes on. It
+-- ends by itself after `lasting`, or with resume.
 create or replace function shiftwork.pause(
   queue text default null, task text default null, lasting interval default null, reason text default null,
   actor text default null, worker bigint default null, everything boolean default false) returns void
-language plpgsql as $$
+language plpgsql set lock_timeout = '5s' as $$
 #variable_conflict use_variable
 declare
   present constant timestamptz := shiftwork.clock();
@@ -23,6 +23,12 @@ begin
   if worker is not null and not exists (select from shiftwork.workers as one where one.id = worker and one.gone_at is null) then
     raise exception using errcode = 'SW001', message = format('there is no worker %s', worker);
   end if;
+  -- Claims that are under way have ended when this has: from then on nothing is taken.
+  begin
+    perform pg_advisory_xact_lock(hashtextextended('shiftwork claims', 0));
+  exception when lock_not_available then
+    raise warning 'a claim is still under way, and may take something yet';
+  end;
   insert into shiftwork.pauses as pause (kind, name, since, until, reason, actor)
   values (kind, name, present, present + lasting, reason, coalesce(actor, session_user))
   on conflict on constraint pauses_pkey do update
