@@ -165,7 +165,6 @@ WORDS = {
     "D-26": "one clock, the database's; tests may shift it",
     "D-27": "a worker's identity is new at every start",
     "D-28": "a result, and the attempts that failed with their codes, are there to be read",
-    "D-30": "a queue or a task can be paused, with an end; what runs goes on",
     "D-24": "event loop, thread or a process of its own, and the same ways to end; a process that dies fails only its job",
     "HO-20": "a job whose process cannot be started goes back, with nothing counted, and is tried again",
     "HO-21": "one lease covers what waits and what runs, in whichever process",
@@ -186,7 +185,7 @@ WORDS = {
     "HO-3": "claim, run, wait for a notification, a freed slot or the poll, and claim again",
     "HO-9": "found by name, arguments read, called, result written",
     "HO-11": "who waits for a result is told when it is there; who sleeps is told of new work",
-    "HO-19": "a slot that is freed claims at once",
+    "HO-19": "a slot or a place under a limit that is freed is filled at once, on its own worker or on one that sleeps",
     "QU-10": "a worker has a name that people choose, and an id that is its own",
     "QU-16": "one worker runs many tasks, each by its own rules, and only those it knows",
     "QU-17": "middleware wraps every attempt, the first outermost; it may change result and error",
@@ -211,6 +210,7 @@ WORDS = {
     "ST-5": "a notification names a queue; what is not ours, or makes no sense, wakes nobody for long",
     "QU-29": "one channel for work, one for jobs that are to be looked at, one for results, on one connection",
     "A-10": "behind a pooler everything works by polling; a second address brings notifications back, and a call proves that they come",
+    "SH-36": "a worker is drained by one signal; everything, a queue or a task by a command that waits and says what still runs",
 }
 
 

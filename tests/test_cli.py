@@ -110,14 +110,17 @@ def test_an_unknown_command_is_wrong_usage() -> None:
 def test_migrate_says_what_it_did_and_the_second_time_that_there_was_nothing_to_do(empty_dsn: str) -> None:
     plan = told("migrate", "--plan", dsn=empty_dsn)
     assert plan.exit_code == 0
-    assert plan.stdout.splitlines() == ["• apply 0001_tables", "• create the functions"]
+    lines = plan.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("• apply 0001_tables", "• create the functions")
     missing = told("migrate", "--check", dsn=empty_dsn)
     assert missing.exit_code == 1
     assert "shiftwork migrate" in missing.stderr
 
     done = told("migrate", dsn=empty_dsn)
     assert done.exit_code == 0
-    assert done.stdout.splitlines()[:2] == ["• applied 0001_tables", "• created the functions"]
+    assert done.stdout.splitlines()[: len(lines)] == [
+        line.replace("apply", "applied").replace("create", "created") for line in lines
+    ]
     assert told("migrate", dsn=empty_dsn).stdout.startswith("Nothing to do")
     assert told("migrate", "--check", dsn=empty_dsn).exit_code == 0
 

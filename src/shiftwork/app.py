@@ -151,7 +151,9 @@ class App(Surroundings):
             raise ConfigurationError("give either settings or single ones, not both")
         self.settings = settings or Settings.read(**given)
         self.queues = None if queues is None else _declared(queues)
-        self._limits = _limits(queues, max_running)
+        self._queue_limits = queues if isinstance(queues, Mapping) else {}
+        self._max_running = max_running
+        _limits(max_running, self._queue_limits, ())
         self.codes = dict(codes or {})
         self.default_code = default_code
         check_codes("App", self.codes, default_code)
@@ -512,7 +514,7 @@ class App(Surroundings):
             chosen,
             self._tasks,
             begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
-            limits=self._limits,
+            limits=_limits(self._max_running, self._queue_limits, self._tasks.values()),
             middleware=self._middleware,
             subscribers=[Telling(), *self._subscribers],
             revive=client.revive,
@@ -578,16 +580,19 @@ def _declared(queues: Sequence[str] | Mapping[str, int | None]) -> tuple[str, ..
     return tuple(check_name("the name of a queue", queue) for queue in queues)
 
 
-def _limits(queues: object, max_running: int | None) -> dict[str, Any]:
-    """What a worker declares of them."""
-    of_queues = {name: most for name, most in queues.items() if most} if isinstance(queues, Mapping) else {}
-    for name, most in (("max_running", max_running), *of_queues.items()):
+def _limits(
+    over_all: int | None, queues: Mapping[str, int | None], tasks: Iterable[Task[Any, Any]]
+) -> dict[str, Any]:
+    """How many may run at once in the cluster, as the workers of this program declare it."""
+    of_queues = {name: most for name, most in queues.items() if most is not None}
+    of_tasks = {task.name: task.max_running for task in tasks if task.max_running is not None}
+    for name, most in (("max_running", over_all), *of_queues.items()):
         if most is not None and not (isinstance(most, int) and 1 <= most <= MOST_RUNNING):
             raise ConfigurationError(
                 f"{name}: {most!r} at once; it must be a whole number from 1 to {MOST_RUNNING:,}"
             )
-    limits: dict[str, Any] = {"queues": of_queues} if of_queues else {}
-    return limits | ({} if max_running is None else {"all": max_running})
+    said = {"all": over_all, "queues": of_queues, "tasks": of_tasks}
+    return {name: limits for name, limits in said.items() if limits}
 
 
 def _as_stored(result: object) -> object:

@@ -105,8 +105,7 @@ class Worker:
         self._tasks = tasks
         self._queues = _queues(settings, tasks)
         self._lanes = Lanes(settings, tasks, self._queues)
-        of_tasks = {name: task.max_running for name, task in tasks.items() if task.max_running}
-        self._limits = {**(limits or {}), **({"tasks": of_tasks} if of_tasks else {})}
+        self._limits = limits or {}
         self._subscribers = list(subscribers)
         self._middleware = middleware
         self._revive = revive
@@ -125,11 +124,10 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
-        self._full = False
+        self._paused = self._full = False
         """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
 
         self._returned = Wake()
-        self._paused = False
         self._passing = False
         """Whether a claim has only looked at jobs that are not for us, and there are more behind them."""
 
