@@ -111,7 +111,7 @@ class Worker:
         self._revive = revive
         self._process_begin = begin
         self._at = at
-        self._wake = Wake()
+        self._wake, self._returned = Wake(), Wake()
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
         self._stopping: str | None = None
@@ -127,7 +127,6 @@ class Worker:
         self._paused = self._full = False
         """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
 
-        self._returned = Wake()
         self._passing = False
         """Whether a claim has only looked at jobs that are not for us, and there are more behind them."""
 
@@ -142,8 +141,7 @@ class Worker:
         self._piling_up = False
         """Whether the server's queue of notifications is about to be full."""
 
-        self._given_up = False
-        self._unanswered = False
+        self._given_up = self._unanswered = False
         self._abandoned = 0
         self._due: float | None = None
         self._locked = LOCKED
@@ -153,8 +151,7 @@ class Worker:
         self._watchful = False
         """Whether inserts have notified us since before we last looked."""
 
-        self._rate = 0.0
-        self._window = (0.0, 0)
+        self._rate, self._window = 0.0, (0.0, 0)
 
     # From the first to the last.
 
