@@ -203,7 +203,6 @@ WORDS = {
     "HO-37": "a worker says every few seconds what it runs and costs; that is kept for some days",
     "SG-32": "lost jobs can be taken back by a process that runs none",
     "D-15": "one function takes lost jobs back; workers call it for each other, and so does a command",
-    "SH-36": "a worker is drained by one signal: it ends what runs, and says so with its exit code",
     "HO-26": "while the database is away the waits double, from half a second to half a minute, and are not the same for everybody",
     "HO-27": "what will pass is waited for; what no waiting can mend ends the worker, with the reason",
     "ST-23": "a worker that lost its connections makes them anew, without end",
