@@ -21,13 +21,7 @@ class Health:
         self._deaf = False
         self.notifications = 0.0
 
-    def wants(self, kind: type[Event]) -> bool:
-        """Nothing of single jobs."""
-        return kind is not events.JobBegan
-
     def __call__(self, event: Event) -> None:
-        if type(event) is events.JobEnded:
-            return
         match event:
             case events.WorkerStarted(worker):
                 self.worker, self._lapsing = worker, False

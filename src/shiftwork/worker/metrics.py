@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from shiftwork import events
-from shiftwork.events import Event
+from shiftwork.events import Event, Subscriber
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -60,22 +60,33 @@ class Durations:
 class Task:
     """What was counted of one task."""
 
-    __slots__ = ("flying", "most", "outcomes", "took")
+    __slots__ = ("claimed", "most", "ok", "outcomes", "took")
 
     def __init__(self) -> None:
+        self.claimed = 0
+        self.ok = 0
         self.outcomes: Counter[str] = Counter()
+        """Those that did not end well."""
+
         self.took = Durations(BOUNDS)
-        self.flying = 0
         self.most = 0
         """The most that were in flight since somebody last asked."""
+
+    @property
+    def flying(self) -> int:
+        """How many are claimed and have not ended."""
+        return self.claimed - self.ok - self.outcomes.total()
 
 
 class Metrics:
     """Counts events; a collector of Prometheus."""
 
-    def __init__(self, tasks: Collection[str], facts: Callable[[], Facts]) -> None:
-        """`facts` are gauges that are asked for when somebody looks."""
+    def __init__(
+        self, tasks: Collection[str], facts: Callable[[], Facts], then: Subscriber = lambda _: None
+    ) -> None:
+        """`facts` are gauges that are asked for when somebody looks; `then` is told of what does not concern single jobs."""
         self._facts = facts
+        self._then = then
         names = sorted(tasks)
         self._tasks = {name: Task() for name in names[:MOST_TASKS]}
         other = Task() if len(names) > MOST_TASKS else None
@@ -94,13 +105,18 @@ class Metrics:
         return kind is not events.JobBegan
 
     def __call__(self, event: Event) -> None:
-        if type(event) is events.JobEnded:
+        if type(event) is events.JobEnded:  # as little as can be, since there are most of them
             task = self._tasks.get(event.task) or self._unknown
-            task.flying -= 1
-            task.outcomes["ok" if event.state == "completed" else _outcome(event)] += 1
-            task.took.add(event.seconds)
+            if event.state == "completed":
+                task.ok += 1
+            else:
+                task.outcomes[_outcome(event)] += 1
+            took, seconds = task.took, event.seconds
+            took.many[bisect_left(BOUNDS, seconds)] += 1
+            took.total += seconds
         else:
             self._count(event)
+            self._then(event)
 
     def _count(self, event: Event) -> None:  # noqa: PLR0912
         counts = self._counts
@@ -109,7 +125,7 @@ class Metrics:
                 self._claims.add(seconds)
                 for name, many in tasks.items():
                     task = self._tasks.get(name) or self._unknown
-                    task.flying += many
+                    task.claimed += many
                     task.most = max(task.most, task.flying)
             case events.Settled(_, seconds):
                 self._settlements.add(seconds)
@@ -117,7 +133,6 @@ class Metrics:
                 self._renewals.add(seconds)
             case events.JobReleased(_, name) | events.JobLost(_, name):
                 task = self._tasks.get(name) or self._unknown
-                task.flying -= 1
                 task.outcomes["released" if isinstance(event, events.JobReleased) else "lost"] += 1
             case events.Reaped(jobs):
                 for answer in jobs.values():
@@ -182,7 +197,7 @@ class Metrics:
             labels=("task",),
         )
         for name, task in self._named.items():
-            for outcome, many in task.outcomes.copy().items():
+            for outcome, many in {"ok": task.ok, **task.outcomes}.items():
                 processed.add_metric((name, outcome), many)
             buckets, total = task.took.told()
             if name in self._tasks or buckets[-1][1] or task.most:

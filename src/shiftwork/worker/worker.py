@@ -813,7 +813,7 @@ class Worker:
         settings = self._settings
         port = settings.metrics_port + int(os.environ.get("SHIFTWORK_PROCESS", "0"))
         health = Health()
-        metrics = Metrics(self._tasks, lambda: self._facts(health))
+        metrics = Metrics(self._tasks, lambda: self._facts(health), then=health)
         endpoint = Endpoint(
             (settings.metrics_host, port),
             health,
@@ -824,7 +824,7 @@ class Worker:
             queues=list(self._queues)[:MOST_QUEUES],
         )
         endpoint.open()
-        self._subscribers += [health, metrics]
+        self._subscribers.append(metrics)
         self._publish(events.EndpointOpened(*endpoint.address, metrics=endpoint.has_metrics))
         return endpoint
 
