@@ -242,10 +242,13 @@ class Pulse:
     """Whether another worker's lease has lapsed, and somebody has to reap."""
 
     duties: list[str] = dataclasses.field(default_factory=list)
-    """What is due to be done for all, of what was asked about, and nobody else does."""
+    """What is to be done for all, and is this worker's to do from now on."""
 
     notifications: float = 0.0
     """How full the server's queue of notifications is, from 0 to 1."""
+
+    reported: Sequence[str] = ()
+    """Duties of which this heartbeat has said how they went."""
 
 
 def require(store: Protocol) -> Plan[None]:
@@ -418,8 +421,12 @@ def heartbeat(
     reconcile: bool = False,
     state: Mapping[str, object] | None = None,
     duties: Collection[str] = (),
+    done: Collection[Mapping[str, object]] = (),
 ) -> Plan[Pulse]:
-    """Renew a lease and learn what became of the jobs held; `state` is kept as what the worker says of itself."""
+    """Renew a lease and learn what became of the jobs held.
+
+    `state` is what the worker says of itself; `duties` are those that it would take now, `done` those that it has done.
+    """
     rows = yield store.heartbeat(
         {
             "worker": worker,
@@ -430,6 +437,7 @@ def heartbeat(
             "reconcile": reconcile,
             "state": state,
             "duties": tuple(duties),
+            "done": tuple(done),
         }
     )
     answer = msgspec.json.decode(rows[0]["answer"])
@@ -444,6 +452,7 @@ def heartbeat(
         answer["reap"],
         answer.get("duties", []),
         answer.get("notifications", 0.0),
+        [str(one["duty"]) for one in done],
     )
 
 
@@ -505,19 +514,6 @@ def expire(store: Protocol, most: int = 1000) -> Plan[int]:
     """End jobs that nobody started in time; says how many."""
     rows = yield store.expire(most)
     return int(rows[0]["expired"])
-
-
-def take_duties(store: Protocol, worker: int, names: Sequence[str]) -> Plan[list[str]]:
-    """Take what is due of these duties, so that nobody else does the same."""
-    rows = yield store.take_duties(worker, names)
-    return [row["duty"] for row in rows]
-
-
-def finish_duty(store: Protocol, worker: int, duty: str, did: int | None, error: str | None) -> Plan[bool]:
-    """Say that a duty is done, or has failed; says whether it was this worker's."""
-    told = None if error is None else safe_text(error, MAX_MESSAGE)
-    rows = yield store.finish_duty({"worker": worker, "duty": duty, "did": did, "error": told})
-    return bool(rows[0]["finished"])
 
 
 def forget_workers(store: Protocol) -> Plan[int]:

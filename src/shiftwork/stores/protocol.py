@@ -87,8 +87,6 @@ DECLARE_TASKS = "select shiftwork.declare_tasks(%s::jsonb) as written"
 REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::int, %s::boolean)"
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
-TAKE_DUTIES = "select duty from shiftwork.take_duties(%s::bigint, %s::text[]) as duty"
-FINISH_DUTY = "select shiftwork.finish_duty(%s::jsonb) as finished"
 FORGET_WORKERS = "select shiftwork.forget_workers() as forgotten"
 OPEN_TRANSACTION = (
     "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
@@ -313,14 +311,6 @@ class Protocol:
     def expire(self, most: int) -> Statement:
         """End jobs that nobody started in time."""
         return self._statement(EXPIRE, most)
-
-    def take_duties(self, worker: int, names: Sequence[str]) -> Statement:
-        """Take those of these duties that are due and that nobody else has."""
-        return self._statement(TAKE_DUTIES, worker, list(names))
-
-    def finish_duty(self, request: Mapping[str, object]) -> Statement:
-        """Say that a duty is done, or has failed."""
-        return self._statement(FINISH_DUTY, _text(request))
 
     def forget_workers(self) -> Statement:
         """Forget workers that are gone, and what workers said of themselves, after some days."""

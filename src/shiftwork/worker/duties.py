@@ -1,9 +1,10 @@
 """Duties: what one worker does for all.
 
-Every heartbeat says which duties are due and in nobody's hands; so a worker with nothing to do asks for nothing. Whoever
-hears of one takes it, in the database, for as long as it has its lease: when it dies, the next heartbeat of another tells
-of the duty again, and so it does to the holder itself, should an answer have been lost. Two may be at the same duty
-for a while after a lease has lapsed. Each of them can stand that, so nobody has to be sure.
+A worker asks for nothing: its heartbeats, which it sends anyway, say which duties it would take, and come back with those
+that are due and were in nobody's hands. They are then its own, in the database, for as long as it has its lease; the next
+heartbeat says how they went. When it dies, a heartbeat of another takes them; and should an answer have been lost, its
+own next one gives it the same again. Two may be at the same duty for a while after a lease has lapsed. Each of them can
+stand that, so nobody has to be sure.
 
 They are done on a connection of their own, which is there only meanwhile: what takes long delays nobody's jobs.
 
@@ -16,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from shiftwork import events, operations
+from shiftwork.codec import safe_text
 from shiftwork.database import Plan
 from shiftwork.errors import DatabaseUnavailable, ShiftworkError
 from shiftwork.events import Event
+from shiftwork.outcome import MAX_MESSAGE
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.line import Line, will_pass
 
@@ -95,7 +98,7 @@ def _in_parts(part: Callable[[], Plan[int]], full: int) -> Plan[int]:
 
 
 class Duties:
-    """Does what is due, whenever it is told of something."""
+    """Does what heartbeats bring."""
 
     def __init__(
         self,
@@ -114,15 +117,27 @@ class Duties:
         self._trouble = trouble
         self._duties = duties
         self._strikes = dict.fromkeys(duties, 0)
-        self._due: set[str] = set()
+        self._taken: dict[str, None] = {}
+        """What is at hand, in its order, from its being taken until a heartbeat has said how it went."""
+
+        self._done: dict[str, Mapping[str, object]] = {}
         self._told = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def tell(self, due: Sequence[str]) -> None:
-        """These are due, as far as a heartbeat has seen."""
-        self._due = {name for name in due if self._strikes.get(name, STRIKES) < STRIKES}
-        if self._due:
-            self._told.set()
+    def wish(self) -> Mapping[str, Any]:
+        """What the next heartbeat says: which duties we would take, and how those went that we have done."""
+        wanted = [
+            name for name, strikes in self._strikes.items() if strikes < STRIKES and name not in self._taken
+        ]
+        return {"duties": wanted, "done": list(self._done.values())}
+
+    def tell(self, taken: Sequence[str], reported: Sequence[str]) -> None:
+        """A heartbeat has brought these, and has said how those went."""
+        for name in reported:
+            self._done.pop(name, None)
+            self._taken.pop(name, None)
+        self._taken |= dict.fromkeys(name for name in taken if name in self._duties)
+        self._told.set()
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._live())
@@ -137,26 +152,28 @@ class Duties:
     async def _live(self) -> None:
         while True:
             await self._told.wait()
-            try:
-                await self._do_all()
-            except ShiftworkError as error:
-                self._trouble(error)  # what was taken stays ours, and the next heartbeat tells of it again
-            else:
-                self._trouble(None)
-            finally:
-                await self._line.close()
             self._told.clear()
+            waiting = [name for name in self._taken if name not in self._done]
+            if waiting:
+                await self._do_all(waiting)
 
-    async def _do_all(self) -> None:
-        worker = self._worker()
-        taken = await self._line.perform(operations.take_duties(self._store, worker, sorted(self._due)))
-        for name in taken:
-            did, error = await self._do(name, worker)
-            await self._line.perform(operations.finish_duty(self._store, worker, name, did, error))
+    async def _do_all(self, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                self._done[name] = await self._do(name)
+        except DatabaseUnavailable as error:
+            for name in names:
+                if name not in self._done:
+                    del self._taken[name]  # still ours in the database: the next heartbeat brings it again
+            self._trouble(error)
+        else:
+            self._trouble(None)
+        finally:
+            await self._line.close()
 
-    async def _do(self, name: str, worker: int) -> tuple[int | None, str | None]:
-        """How much was done, or why it could not be."""
-        began = time.perf_counter()
+    async def _do(self, name: str) -> Mapping[str, object]:
+        """Do it, and say how it went."""
+        began, worker = time.perf_counter(), self._worker()
         try:
             did = await self._line.perform(self._duties[name](self._store, worker, self._publish))
         except DatabaseUnavailable:
@@ -166,10 +183,11 @@ class Duties:
             self._strikes[name] = 0 if _passes(error) else self._strikes[name] + 1
             aside = self._strikes[name] >= STRIKES
             self._publish(events.DutyFailed(name, str(error), aside))
-            return None, str(error)
+            return {"duty": name, "error": safe_text(str(error), MAX_MESSAGE)}
+        seconds = time.perf_counter() - began
         self._strikes[name] = 0
-        self._publish(events.DutyDone(name, did, time.perf_counter() - began))
-        return did, None
+        self._publish(events.DutyDone(name, did, seconds))
+        return {"duty": name, "did": did, "seconds": seconds}
 
 
 def _passes(error: Exception) -> bool:

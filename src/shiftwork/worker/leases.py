@@ -28,7 +28,6 @@ from shiftwork.errors import DatabaseError, ShiftworkError
 from shiftwork.operations import Pulse
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
-from shiftwork.worker.duties import DUTIES
 from shiftwork.worker.line import Line
 from shiftwork.worker.run import Run, Stop
 
@@ -61,7 +60,7 @@ class Leases:
         pulse: Callable[[Pulse, Held], None],
         lapse: Callable[[], None],
         silence: Callable[[ShiftworkError | None], None],
-        state: Callable[[], Mapping[str, object]],
+        says: Callable[[], Mapping[str, Any]],
         revive: Callable[[], None] | None = None,
     ) -> None:
         self.worker = 0
@@ -74,7 +73,7 @@ class Leases:
         self._pulse = pulse
         self._lapse = lapse
         self._silence = silence
-        self._state = state
+        self._says = says
         self._line = Line(settings, lambda: f"{settings.schema} {self.worker}", revive)
         self.lapsed = False
         """Whether it is too late to trust in the lease."""
@@ -185,8 +184,7 @@ class Leases:
             answered=answered,
             since=self._seen,
             reconcile=bool(asked),
-            state=self._state(),
-            duties=DUTIES,
+            **self._says(),
         )
         # Until the handlers have to be told; once they were, as long as it takes to be back.
         late = self._renewed + self.seconds * TOO_LATE - sent

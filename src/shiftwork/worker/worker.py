@@ -166,7 +166,7 @@ class Worker:
             pulse=self._take_pulse,
             lapse=self._lapse,
             silence=lambda error: self._trouble("lease", error),
-            state=self._state,
+            says=lambda: {"state": self._state(), **self._duties.wish()},
             revive=self._revive,
         )
         self._duties = Duties(
@@ -602,7 +602,7 @@ class Worker:
             self._wake()
         if pulse.alive:
             self._publish(events.LeaseRenewed(self.id, self._leases.took))
-        self._duties.tell(pulse.duties)
+        self._duties.tell(pulse.duties, pulse.reported)
         self._notifications = pulse.notifications
         if (pulse.notifications > FULL) is not self._piling_up:
             self._piling_up = not self._piling_up

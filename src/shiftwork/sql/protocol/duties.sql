@@ -33,14 +33,14 @@ begin
 end $$;
 
 -- A duty is done, or has failed: then it is due again in a minute, for whoever comes first.
--- request: {"worker": 17, "duty": "expire", "did": 3, "error": null}. Says whether it was this worker's.
+-- request: {"worker": 17, "duty": "expire", "did": 3, "seconds": 0.1, "error": null}. Says whether it was this worker's.
 create or replace function shiftwork.finish_duty(request jsonb) returns boolean language plpgsql as $$
 declare
   present constant timestamptz := shiftwork.clock();
 begin
   update shiftwork.duties as duty
-     set worker = null, taken_at = null, ended_at = present, seconds = extract(epoch from present - duty.taken_at),
-         did = (request ->> 'did')::bigint, error = left(request ->> 'error', 10000),
+     set worker = null, taken_at = null, ended_at = present,
+         seconds = coalesce((request ->> 'seconds')::double precision, extract(epoch from present - duty.taken_at)), did = (request ->> 'did')::bigint, error = left(request ->> 'error', 10000),
          due_at = present + case when request ->> 'error' is null then duty.every else least(duty.every, interval '1 minute') end
    where duty.name = request ->> 'duty' and duty.worker = (request ->> 'worker')::bigint;
   return found;
@@ -65,8 +65,9 @@ begin
   return workers + snapshots;
 end $$;
 
--- What a heartbeat does besides: it keeps what the worker says of itself, and tells which duties are due and how full the queue of
--- notifications is. As `heartbeat` has the request. Nothing that goes wrong here may cost a lease.
+-- What a heartbeat does besides: it keeps what the worker says of itself (`state`), hears which duties it has done (`done`, as
+-- finish_duty takes them), lets it take those that are due of those it would do (`duties`), and tells how full the queue of
+-- notifications is. Nothing that goes wrong here may cost a lease.
 create or replace function shiftwork.attend(holder bigint, request jsonb, present timestamptz) returns jsonb language plpgsql as $$
 declare
   said constant jsonb := request -> 'state';
@@ -83,8 +84,10 @@ begin
   if jsonb_typeof(request -> 'duties') is distinct from 'array' then
     return '{}';
   end if;
-  return jsonb_build_object('notifications', pg_notification_queue_usage(), 'duties', to_jsonb(
-    shiftwork.duties_due(holder, array(select jsonb_array_elements_text(request -> 'duties')), present)));
+  perform shiftwork.finish_duty(one || jsonb_build_object('worker', holder))
+     from jsonb_array_elements(coalesce(request -> 'done', '[]')) as one;
+  return jsonb_build_object('notifications', pg_notification_queue_usage(), 'duties', coalesce((
+    select jsonb_agg(taken) from shiftwork.take_duties(holder, array(select jsonb_array_elements_text(request -> 'duties'))) as taken), '[]'));
 exception when others then
   raise warning 'what worker % says of itself cannot be kept: %', holder, sqlerrm;
   return '{}';

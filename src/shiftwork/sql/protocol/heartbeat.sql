@@ -1,7 +1,7 @@
 -- A worker renews its lease and compares what it holds with what the database thinks.
 --
 -- request: {"worker": 17, "lease": 30, "held": [[id, attempt], …], "answered": 1234, "since": 1200, "reconcile": false,
---           "state": {…}, "duties": ["expire", …]}
+--           "state": {…}, "duties": ["expire", …], "done": [{…}, …]}
 --
 -- `answered` is the last claim number that it had an answer to when it listed what it holds; `since` is how far back its
 -- rows are compared (0: all of them). Its rows with such a number that it does not hold are strays: an answer was lost on
@@ -11,7 +11,7 @@
 -- The answer: {"alive": true, "lost": [id, …], "why": {"id": "taken", …}, "cancel": [{"id", "reason"}, …],
 -- "strays": [id, …], "reap": false}. A worker that is not alive was given up by the reaper: all it held is lost, and it has
 -- to register anew. Why: taken (the job lives on without it), ended (it is finished), missing (there is no such job). `reap`
--- says that the lease of another worker has lapsed, and that somebody has to reap. `state` and `duties`: see `attend`.
+-- says that the lease of another worker has lapsed, and that somebody has to reap. `state`, `duties` and `done`: see `attend`.
 create or replace function shiftwork.heartbeat(request jsonb) returns jsonb
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
