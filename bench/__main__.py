@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import protocol, workers
+from bench import apart, protocol, workers
 from bench.measuring import PAIRS, Bench
 from shiftwork import embedded
 from shiftwork.migrate import migrate
@@ -32,6 +32,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "drain": workers.drain,
     "processes": workers.processes,
     "threads": workers.threads,
+    "apart": apart.processes,
     "transactions": workers.transactions,
     "enqueuers": workers.enqueuers,
     "pickup": workers.pickup,

@@ -225,6 +225,17 @@ def finish_and_crash(context: Context) -> int:
 
 
 @app.task(**once)
+def finish_and_linger(context: Context, there: str, go: str) -> int:
+    """End the job, and go on until somebody says so."""
+    with psycopg.connect(app.settings.dsn or "") as connection:
+        context.finish(connection, result=5)
+    _here(there)
+    while not Path(go).exists():
+        time.sleep(0.01)
+    return 5
+
+
+@app.task(**once)
 def finish_in_a_session_of_the_worker(context: Context) -> None:
     with context.finishing():
         pass

@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -99,7 +100,9 @@ async def test_what_a_process_is_told_and_says_goes_through_its_context(app: App
         assert later.state == "scheduled"
 
 
-async def test_a_process_can_fence_and_finish_its_job_on_a_connection_of_its_own(app: App) -> None:
+async def test_a_process_can_fence_and_finish_its_job_on_a_connection_of_its_own(
+    app: App, tmp_path: Path
+) -> None:
     # spec: D-24
     async with Workshop(app, process_slots=1) as shop:
         moved, done = await tasks.move_boxes.aenqueue(3), await tasks.finish_it.aenqueue(commit=True)
@@ -110,6 +113,15 @@ async def test_a_process_can_fence_and_finish_its_job_on_a_connection_of_its_own
         assert await done.aresult(5) == 5
         assert (await shop.job(undone)).error["code"] == "FINISH_UNDONE"  # type: ignore[index]
         assert "context.finish(connection)" in (await shop.job(refused)).error["message"]  # type: ignore[index]
+
+        there, go = tmp_path / "there", tmp_path / "go"
+        lingering = await tasks.finish_and_linger.aenqueue(str(there), str(go))
+        await shop.found(written(there))
+        assert await shop.worker._leases.reconcile()  # a heartbeat that finds it gone
+        await asyncio.sleep(0)
+        go.touch()
+        await shop.event(JobEnded, job=lingering, state="completed")
+        assert not shop.seen(JobStopped)
 
         crashed = await tasks.finish_and_crash.aenqueue()
         await shop.event(ProcessEnded, job=crashed)
@@ -256,16 +268,25 @@ async def test_a_process_that_cannot_be_started_costs_its_job_nothing(
     async with Workshop(app, process_slots=1) as shop:
         first = await shop.event(ProcessStarted)
         monkeypatch.setattr("shiftwork.worker.attempt.NOT_NOW", 0.01)
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
         os.kill(first.pid, signal.SIGKILL)
         await shop.event(ProcessEnded, pid=first.pid)
-        job = await tasks.pid.aenqueue()
-        await shop.event(ProcessFailed)
-        await shop.event(JobReleased, job=job)
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/nowhere/python")
+            job = await tasks.pid.aenqueue()
+            await shop.event(ProcessFailed)
+            await shop.event(JobReleased, job=job)
+        with monkeypatch.context() as broken:
+            broken.setattr(socket, "socketpair", no_more_files)
+            so_far = len(shop.seen(ProcessFailed))
+            await shop.event(ProcessFailed, times=so_far + 2)
+        assert "no more files" in shop.seen(ProcessFailed)[-1].error
         await shop.ended(job, state="completed")
         found = await shop.job(job)
         assert (found.failures, found.resets) == (0, 0)
+
+
+def no_more_files() -> Any:
+    raise OSError("no more files")
 
 
 # Being stopped.

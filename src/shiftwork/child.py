@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import io
 import os
@@ -72,6 +73,8 @@ NOTHING = msgspec.Raw(b"null")
 
 def main() -> None:
     """Run jobs until the worker hangs up."""
+    if len(sys.argv) < 2:
+        sys.exit("a process that runs jobs is started by a worker: shiftwork worker --help")
     line = Line(socket.socket(fileno=int(sys.argv[1])))
     begin = line.listen()
     if not isinstance(begin, Begin):
@@ -89,7 +92,11 @@ def main() -> None:
 
 
 def confine(begin: Begin) -> None:
-    """End with the worker, gain no rights, dump no core unless that is wanted, and be the first to go for want of memory."""
+    """End with the worker, gain no rights, dump no core unless that is wanted, and be the first to go for want of memory.
+
+    Where the code was when it crashed is written to standard error.
+    """
+    faulthandler.enable()
     if sys.platform == "linux":
         system = ctypes.CDLL(None)
         system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -123,8 +123,8 @@ ToProcess = Begin | Call | Halt
 FromProcess = Ready | Unready | Said | Progressed | Concluded | Ended
 
 _encode = msgspec.json.Encoder().encode
-_to_process: Callable[[bytes], ToProcess] = msgspec.json.Decoder(ToProcess).decode
-_from_process: Callable[[bytes], FromProcess] = msgspec.json.Decoder(FromProcess).decode
+_to_process: Callable[[bytes | bytearray], ToProcess] = msgspec.json.Decoder(ToProcess).decode
+_from_process: Callable[[bytes | bytearray], FromProcess] = msgspec.json.Decoder(FromProcess).decode
 
 
 class Broken(Exception):  # noqa: N818
@@ -141,13 +141,18 @@ class Unframing:
     """Messages out of pieces, as they come."""
 
     def __init__(self) -> None:
-        self._left = b""
+        self._left: bytes | bytearray = b""
 
     def add(self, piece: bytes) -> None:
         """Some more has come."""
-        self._left = self._left + piece if self._left else piece
+        if not self._left:
+            self._left = piece
+            return
+        if isinstance(self._left, bytes):
+            self._left = bytearray(self._left)  # which can grow without being copied each time
+        self._left += piece
 
-    def take(self) -> bytes | None:
+    def take(self) -> bytes | bytearray | None:
         """The body of the next message, None if it is not complete."""
         left = self._left
         if len(left) < HEADER.size:
@@ -162,7 +167,7 @@ class Unframing:
         return left[HEADER.size : end]
 
 
-def heard(body: bytes) -> FromProcess:
+def heard(body: bytes | bytearray) -> FromProcess:
     """What a process said."""
     try:
         return _from_process(body)
@@ -178,7 +183,7 @@ class Line:
         self._news = select.poll()
         self._news.register(end.fileno(), select.POLLIN)
         self._pieces = Unframing()
-        self._ahead: bytes | None = None
+        self._ahead: bytes | bytearray | None = None
         self._speaking = threading.Lock()
 
     def fileno(self) -> int:

@@ -289,7 +289,7 @@ class Process:
         self._end: socket.socket
         self._pieces = Unframing()
         self._unsent = b""
-        self._hung_up = False
+        self._hung_up = True
         self._retiring = False
         self._code: int | None = None
         self._life = threading.Lock()
@@ -314,13 +314,17 @@ class Process:
 
     async def start(self) -> None:
         """Start it, and wait until it has imported the app."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._end = ours
-        threading.Thread(target=self._keep, args=(theirs,), name="shiftwork-process", daemon=True).start()
-        self._loop.add_reader(ours, self._read)
         assert self._owner.begin is not None  # noqa: S101
-        self._say(self._owner.begin)
+        try:
+            self._end, theirs = socket.socketpair()
+            self._end.setblocking(False)
+            self._loop.add_reader(self._end, self._read)
+            self._hung_up = False
+            threading.Thread(target=self._keep, args=(theirs,), name="shiftwork-process", daemon=True).start()
+        except (OSError, RuntimeError) as error:  # there are no more files, or no more threads
+            self._not_started(error)
+        else:
+            self._say(self._owner.begin)
         try:
             async with asyncio.timeout(STARTING):
                 await asyncio.shield(self._ready)
@@ -340,7 +344,7 @@ class Process:
                     pass_fds=(end,),
                     start_new_session=True,
                 )
-        except (OSError, subprocess.SubprocessError) as error:
+        except Exception as error:  # noqa: BLE001  -- somebody waits for an answer
             self._dead = True
             self._tell(self._not_started, error)
             return
