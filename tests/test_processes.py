@@ -365,24 +365,21 @@ async def test_a_lapse_ends_processes_even_if_the_event_loop_is_blocked(
         await job.acancel()
 
 
-async def test_a_process_ends_with_its_worker_even_by_kill_9(dsn: str, tmp_path: Path) -> None:
+async def test_a_process_ends_with_its_worker_even_by_kill_9(app: App, dsn: str, tmp_path: Path) -> None:
     # spec: D-24
     # fault: F1
-    worker = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from shiftwork.cli import main; main()",
-            "worker",
-            "tests.process_app:app",
-            "--dsn",
-            dsn,
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [
+        "-c",
+        "from shiftwork.cli import main; main()",
+        "worker",
+        "tests.process_app:app",
+        "--dsn",
+        dsn,
+    ]
+    log = tmp_path / "log"
+    with log.open("w") as lines:
+        worker = subprocess.Popen([sys.executable, *command], stderr=lines)
     try:
-        tasks.app.settings = dataclasses.replace(tasks.app.settings, dsn=dsn)
         printed = await tasks.print_it.aenqueue("what was printed\n[there]")
         await printed.aresult(30)
         await tasks.stay.aenqueue(str(tmp_path / "there"))
@@ -391,9 +388,9 @@ async def test_a_process_ends_with_its_worker_even_by_kill_9(dsn: str, tmp_path:
                 await asyncio.sleep(0.01)
     finally:
         worker.kill()
-        _, said = worker.communicate()
-        tasks.app.close()
+        worker.wait()
     assert is_gone(int(pid))
+    said = log.read_text()
     assert "what was printed\n[there]\n" in said
     assert f"job {printed.id} print_it (queue default, attempt 1) completed" in said
 
