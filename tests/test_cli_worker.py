@@ -22,8 +22,9 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from shiftwork import embedded
-from shiftwork.cli.worker import SECTIONS
+from shiftwork import embedded, presets
+from shiftwork.cli.worker import PRESETS, SECTIONS
+from shiftwork.migrate import migrate
 from shiftwork.settings import KNOWN
 from tests.harness import Protocol
 from tests.test_cli import BAD, HOSTILE, SHIFTWORK
@@ -110,7 +111,7 @@ def objects(text: str) -> list[dict[str, Any]]:
     "where", ["tests.sample:app", "tests.sample", "tests/sample.py", "tests/sample.py:app", str(SAMPLE)]
 )
 def test_the_command_runs_the_jobs_of_an_app(dsn: str, protocol: Protocol, where: str) -> None:
-    # spec: SH-1
+    # spec: SH-1, HO-43
     job = protocol.enqueue("greet", {"name": "Ada"})
     done = worked(where, "--stop-when-idle", dsn=dsn)
     assert done.returncode == 0, done.stderr
@@ -375,7 +376,68 @@ def test_a_database_that_is_away_is_waited_for_and_that_is_said_once(
     assert "Traceback" not in "\n".join(worker.lines)
 
 
+def test_who_is_told_to_wait_waits_for_a_schema_that_is_not_there_yet(empty_dsn: str) -> None:
+    # spec: ST-24
+    with running("tests/sample.py", "--wait", dsn=empty_dsn) as worker:
+        worker.says("is interrupted, and goes on by itself: the schema 'shiftwork' is not installed")
+        with psycopg.connect(empty_dsn, autocommit=True) as connection:
+            migrate(connection)
+        worker.says("serves default, mail")
+        worker.stop()
+        assert worker.ends() == 0
+    assert sum("is not installed" in line for line in worker.lines) == 1
+
+
+# What it has done.
+
+
+def test_who_ends_when_idle_says_what_was_done_by_queue_and_ending(dsn: str, protocol: Protocol) -> None:
+    # spec: ST-25
+    for name in ("Ada", "Grace"):
+        protocol.enqueue("greet", {"name": name})
+    protocol.enqueue("stumble", {"message": "no"})
+    protocol.enqueue("post", {"to": "Ada"}, queue="mail")
+    later = protocol.enqueue("greet", {"name": "Joan"}, run_at="tomorrow")
+    done = worked("tests/sample.py", "--stop-when-idle", dsn=dsn)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"done: default: 3 completed, 1 failed; mail: 1 completed$", done.stderr.strip(), re.MULTILINE
+    )
+    assert protocol.state(later) == "scheduled"  # it does not wait for the future
+
+
+def test_a_preset_is_below_what_is_said_beside_it(dsn: str) -> None:
+    arguments = ("--preset", "shithub", "--stop-when-idle", "--log-format", "json")
+    for more, concurrency in ((), 4), (("--concurrency", "7"), 7):
+        done = worked("tests/sample.py", *arguments, *more, dsn=dsn)
+        assert done.returncode == 0, done.stderr
+        assert [line["concurrency"] for line in objects(done.stderr) if "concurrency" in line] == [
+            concurrency
+        ]
+    done = worked("tests/sample.py", "--preset", "celery", dsn=dsn)
+    assert done.returncode == 2
+    assert "there is no preset 'celery'; there are: shithub," in done.stderr
+    assert set(PRESETS) == {
+        name for name, value in vars(presets).items() if isinstance(value, presets.Preset)
+    }
+
+
 # Which app is meant.
+
+
+def test_what_a_program_enqueues_while_it_is_imported_is_not_sent(
+    dsn: str, protocol: Protocol, tmp_path: Path
+) -> None:
+    # spec: HO-43
+    (tmp_path / "eager.py").write_text(
+        "import shiftwork\napp = shiftwork.App()\n@app.task\ndef sell() -> None: ...\n"
+        "one = sell.enqueue()\nmany = app.enqueue_many([sell.job(), sell.job()])\n"
+        "assert one.outcome == 'unsent'\nassert len(many) == 2\n"
+    )
+    done = worked("eager.py", "--stop-when-idle", dsn=dsn, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert protocol.value("select count(*) from {}.all_jobs") == 0
+    assert "3 jobs of sell were enqueued while eager.py was imported, and are not sent" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -403,7 +465,7 @@ def test_a_database_that_is_away_is_waited_for_and_that_is_said_once(
 def test_an_app_that_is_not_there_is_told_in_so_many_words(
     tmp_path: Path, where: str, code: int, said: str
 ) -> None:
-    # spec: HO-2
+    # spec: HO-2, HO-43
     app = "import shiftwork\napp = shiftwork.App()\n@app.task\ndef sell() -> None: ...\n"
     (tmp_path / "one.py").write_text(app)
     (tmp_path / "shadow").mkdir()
@@ -443,7 +505,7 @@ def test_help_shows_every_setting_once_in_its_section_and_needs_no_database() ->
     assert said.endswith("loaded: []\n")
     assert "Exit codes: 0 stopped" in said
     sections = [name for names in SECTIONS.values() for name in names]
-    assert sorted(sections) == sorted([*KNOWN, "migrate"])
+    assert sorted(sections) == sorted([*KNOWN, "migrate", "preset", "reload"])
     flags = re.findall(r"^  (--[\w-]+)", said, re.MULTILINE)
     assert flags == [f"--{name.replace('_', '-')}" for name in sections]
     assert re.search(r"--concurrency N .*\[10; 1\s+to 10,000\]", said, re.DOTALL)

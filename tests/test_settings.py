@@ -192,6 +192,11 @@ SAID = {
     "max_jobs": ("7", 7),
     "max_time": ("1h", timedelta(hours=1)),
     "stop_when_idle": ("yes", True),
+    "wait": ("yes", True),
+    "processes": ("4", 4),
+    "max_crashes": ("none", None),
+    "singleton": ("nightly", "nightly"),
+    "standby": ("1", True),
     "notify": ("0", False),
     "unknown_tasks": ("fail", "fail"),
     "name": ("mail-1.eu_west", "mail-1.eu_west"),
@@ -341,6 +346,9 @@ def test_a_file_that_says_nothing_to_us_is_not_judged(tmp_path: Path) -> None:
         ("metrics_port", "65536", "a whole number from 0 to 65,535"),
         ("log_level", "loud", "debug, info, warning or error"),
         ("name", "two words", "1 to 100 letters"),
+        ("processes", "0", "a whole number from 1 to 1,000"),
+        ("max_crashes", "0", "a whole number from 1 to 1,000,000, or none"),
+        ("singleton", "two words", "1 to 100 letters"),
         ("name", "x" * 101, "1 to 100 letters"),
         ("queues", "mail=3,default", "names in order"),
         ("queues", "mail,mail", "names in order"),
@@ -420,6 +428,7 @@ def test_the_connections_of_a_worker_can_be_counted_beforehand() -> None:
     for concurrency in (1, 1000):
         assert Settings(concurrency=concurrency).connections() == 4
     assert Settings(notify=False).connections() == 3
+    assert Settings(singleton="nightly").connections() == 5
     assert Settings(concurrency=4).connections(transactional=True) == 4 + 4
     assert Settings(concurrency=1000).connections(transactional=True) == 4 + 10
     assert Settings(concurrency=1000, transactions=50).connections(transactional=True) == 4 + 50

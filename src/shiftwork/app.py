@@ -27,6 +27,7 @@ from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name,
 from shiftwork.logs import Telling, is_set_up
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings, mask
+from shiftwork.systemd import Systemd
 from shiftwork.task import (
     MOST_RUNNING,
     AsyncTask,
@@ -39,8 +40,9 @@ from shiftwork.task import (
     Surroundings,
     Task,
 )
-from shiftwork.worker import Middleware, Worker
+from shiftwork.worker import Middleware, Worker, supervised
 from shiftwork.worker.processes import beginning
+from shiftwork.worker.service import Service
 from shiftwork.worker.signals import heeding
 from shiftwork.worker.threads import Impatient
 
@@ -299,6 +301,7 @@ class App(Surroundings):
         `atomic=False` each chunk commits by itself, unless it is in yours.
         """
         client, names = self.client, list[str]()
+        atomic = atomic and operations.importing.unsent is None  # what is not sent needs no transaction
         apart = not atomic and commits_each(connection)
         plan = operations.enqueue(client.store, _noting(jobs, names), apart=apart)
         sent = client.perform(plan, connection, atomic=atomic)
@@ -309,6 +312,7 @@ class App(Surroundings):
     ) -> list[Handle[R]]:
         """Enqueue any number of jobs, sent in chunks as they are read; see `enqueue_many`."""
         client, names = await self.aclient(), list[str]()
+        atomic = atomic and operations.importing.unsent is None  # what is not sent needs no transaction
         apart = not atomic and commits_each(connection)
         plan = operations.enqueue(client.store, _noting(jobs, names), apart=apart)
         sent = await client.aperform(plan, connection, atomic=atomic)
@@ -496,7 +500,15 @@ class App(Surroundings):
         """
         with asyncio.Runner() as runner:
             runner.get_loop().set_default_executor(Impatient())
-            return runner.run(self.arun_worker(**settings))
+            return runner.run(self._be_worker(settings))
+
+    async def _be_worker(self, settings: Mapping[str, Any]) -> bool:
+        """Be a worker and nothing else, and tell how it fares to whoever started this process."""
+        worker = await self.worker(**settings)
+        with heeding(worker) as order:
+            systemd, supervisor = Systemd.take(), supervised.join()
+            async with Service(worker, order, tell=Telling(), systemd=systemd, supervised=supervisor):
+                return await worker.run()
 
     async def arun_worker(self, *, signals: bool = True, **settings: Any) -> bool:  # noqa: ANN401
         """Run jobs until told to stop or cancelled; without `signals`, those are left to the caller."""

@@ -43,7 +43,7 @@ from shiftwork.errors import (
     UnknownHandler,
 )
 from shiftwork.job import State
-from shiftwork.operations import encode_outcome
+from shiftwork.operations import encode_outcome, importing
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.stores.protocol import Protocol
@@ -117,7 +117,8 @@ def load(begin: Begin) -> App:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost that was printed before a crash
     module, _, name = begin.where.partition(":")
-    app = getattr(importlib.import_module(module), name)
+    with importing():
+        app = getattr(importlib.import_module(module), name)
     if not isinstance(app, App):
         raise ConfigurationError(f"{begin.where} is no App, but a {type(app).__name__}")
     app.close()  # whatever it opened while it was imported

@@ -133,7 +133,10 @@ class Handle(Generic[R]):
         self._read = read
         self.id = id
         self.outcome = outcome
-        """What enqueue did: created a job, found an existing one, replaced it, or merged into it."""
+        """What enqueue did: created a job, found an existing one, replaced it, or merged into it.
+
+        Or left it unsent, with 0 as its id: this process is a worker, and was still importing the app.
+        """
 
     def __repr__(self) -> str:
         return f"<Handle of job {self.id}{f', {self.outcome}' if self.outcome else ''}>"

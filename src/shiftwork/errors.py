@@ -108,6 +108,10 @@ class DatabaseUnavailable(DatabaseError):
         self.maybe_committed = maybe_committed
 
 
+class SingletonTaken(ShiftworkError):
+    """Another worker is at work under this name."""
+
+
 # What became of a job whose result was asked for.
 
 

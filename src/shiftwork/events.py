@@ -65,6 +65,18 @@ class Settled(Event, frozen=True):
     seconds: float
 
 
+class WorkerBuried(Event, frozen=True):
+    """The process of a worker is known to be dead; its jobs need not wait for its lease to end."""
+
+    worker: int
+
+
+class WorkDone(Event, frozen=True):
+    """What a worker that ended by itself has done, by queue and by how it ended."""
+
+    ended: Mapping[str, Mapping[str, int]]
+
+
 class JobBegan(Event, frozen=True):
     """A handler is about to be called."""
 
@@ -256,6 +268,99 @@ class ListenerDeaf(Event, frozen=True):
     """Notifications do not arrive; work is found by polling."""
 
     error: str
+
+
+class StandingBy(Event, frozen=True):
+    """Another worker is at work under this name; this one waits to take its place."""
+
+    name: str
+    holder: str
+
+
+class SingletonHeld(Event, frozen=True):
+    """This worker is the one that is at work under this name."""
+
+    name: str
+
+
+class SingletonLost(Event, frozen=True):
+    """The session that made this worker the only one is gone; nothing is claimed until it is back."""
+
+    name: str
+    error: str
+
+
+class WorkerProcessStarted(Event, frozen=True):
+    """A supervisor has started a worker process."""
+
+    process: int
+    pid: int
+
+
+class WorkerProcessUp(Event, frozen=True):
+    """A worker process is at work, or stands by."""
+
+    process: int
+    pid: int
+
+
+class WorkerProcessEnded(Event, frozen=True):
+    """A worker process has ended; `code` is its exit code, or the signal that killed it as a negative number."""
+
+    process: int
+    pid: int
+    code: int
+    expected: bool
+
+
+class WorkerProcessStuck(Event, frozen=True):
+    """A worker process does not do what it should, and is killed."""
+
+    process: int
+    pid: int
+    why: str
+
+
+class Renewing(Event, frozen=True):
+    """A supervisor replaces its processes, one after the other."""
+
+    processes: int
+    why: str
+
+
+class Renewed(Event, frozen=True):
+    """It is done with that, or has given it up."""
+
+    processes: int
+    error: str = ""
+
+
+class SupervisorStopping(Event, frozen=True):
+    """All processes are told to stop."""
+
+    why: str
+    degree: int
+    running: int
+
+
+class SupervisorGaveUp(Event, frozen=True):
+    """A supervisor ends because its processes do not stay alive."""
+
+    why: str
+
+
+class FilesChanged(Event, frozen=True):
+    """The program was changed; its processes are replaced."""
+
+    files: tuple[str, ...]
+
+
+class SupervisorStopped(Event, frozen=True):
+    """All processes have ended."""
+
+    clean: bool
+    ended: Mapping[str, Mapping[str, int]]
+    restarts: int
 
 
 Subscriber = Callable[[Event], None]

@@ -18,7 +18,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 Scope = Literal["pending", "unfinished", "window"]
 Action = Literal["return", "replace", "merge", "refuse"]
-Answer = Literal["created", "existing", "replaced", "merged"]
+Answer = Literal["created", "existing", "replaced", "merged", "unsent"]
 
 MAX_KEY_BYTES = 255
 MAX_TAGS = 50

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import time
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 import msgspec
@@ -16,8 +18,12 @@ from shiftwork import events
 from shiftwork.events import Event
 from shiftwork.printable import clean
 from shiftwork.worker.run import current
+from shiftwork.worker.supervised import process
 
 log = logging.getLogger("shiftwork.worker")
+
+WHOLE = 4096
+"""Bytes that are written to a pipe in one piece, whoever else writes to it."""
 
 
 class Telling:
@@ -149,7 +155,74 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
         case events.ListenerDeaf(error):
             told = f": {error}" if error else ""
             return logging.WARNING, f"notifications do not arrive, work is found by polling{told}"
+    return _other_words(event)
+
+
+def _other_words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
+    """What is said of singletons and of supervisors."""
+    match event:
+        case events.WorkerBuried(worker):
+            return logging.INFO, f"the process of worker {worker} is dead; its jobs do not wait for its lease"
+        case events.WorkDone(ended):
+            return logging.INFO, f"done: {tally(ended)}"
+        case events.StandingBy(name, holder):
+            return logging.INFO, f"stands by: another worker is at work as {name!r}: {holder}"
+        case events.SingletonHeld(name):
+            return logging.INFO, f"is at work as {name!r}, and the only one"
+        case events.SingletonLost(name, error):
+            return (
+                logging.ERROR,
+                f"is not sure to be the only {name!r} any more, and claims nothing until it is: {error}",
+            )
+        case events.WorkerProcessStarted(process, pid):
+            return logging.DEBUG, f"worker process {process} is started (pid {pid})"
+        case events.WorkerProcessUp(process, pid):
+            return logging.INFO, f"worker process {process} is up (pid {pid})"
+        case events.WorkerProcessEnded(process, pid, code, expected):
+            how = f"was killed by {_signal(-code)}" if code < 0 else f"has ended with exit code {code}"
+            return logging.INFO if expected else logging.ERROR, f"worker process {process} (pid {pid}) {how}"
+        case events.WorkerProcessStuck(process, pid, why):
+            return logging.ERROR, f"worker process {process} (pid {pid}) is killed: {why}"
+        case events.Renewing(processes, why):
+            return (
+                logging.INFO,
+                f"{_many(processes, 'process', 'processes')} to be replaced, one by one ({why})",
+            )
+        case events.Renewed(processes, error):
+            if error:
+                return logging.ERROR, f"not replaced: {error}"
+            return logging.INFO, f"{_many(processes, 'process', 'processes')} replaced"
+        case events.FilesChanged(files):
+            more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+            return logging.INFO, f"changed: {', '.join(files[:3])}{more}"
+        case events.SupervisorStopping(why, degree, running):
+            how = ("", " at once", ", whatever it takes")[degree - 1]
+            return logging.INFO, f"all stop{how} ({why}): {_many(running, 'process', 'processes')}"
+        case events.SupervisorGaveUp(why):
+            return logging.CRITICAL, f"gives up: {why}"
+        case events.SupervisorStopped(clean, ended, restarts):
+            rest = f"; started again {_many(restarts, 'time')}" if restarts else ""
+            how = (
+                "all processes have stopped" if clean else "all processes have ended, not all of them cleanly"
+            )
+            return logging.INFO if clean else logging.ERROR, f"{how}; done: {tally(ended)}{rest}"
     return logging.DEBUG, None
+
+
+def tally(ended: Mapping[str, Mapping[str, int]]) -> str:
+    """What was done, by queue and by how it ended."""
+    queues = (
+        f"{queue}: {', '.join(f'{many:,} {state}' for state, many in states.items())}"
+        for queue, states in ended.items()
+    )
+    return "; ".join(queues) or "no job"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _ended(event: events.JobEnded) -> tuple[int, str]:
@@ -169,8 +242,8 @@ def _took(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _many(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 class TextFormatter(logging.Formatter):
@@ -178,6 +251,11 @@ class TextFormatter(logging.Formatter):
 
     _moment = 0
     _stamp = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = process()
+        self._which = "" if number is None else f"[{number}] "
 
     def format(self, record: logging.LogRecord) -> str:
         run = current.get(None)
@@ -194,11 +272,16 @@ class TextFormatter(logging.Formatter):
         if self._moment != moment:  # many lines share one
             self._moment = moment
             self._stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{moment % 1000:03d}"
-        return f"{self._stamp} {logging.getLevelName(level):<7} {clean(words)}"
+        return f"{self._stamp} {logging.getLevelName(level):<7} {self._which}{clean(words)}"
 
 
 class JsonFormatter(logging.Formatter):
     """A line for programs: one JSON object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = process()
+        self._which = {} if number is None else {"process": number}
 
     def format(self, record: logging.LogRecord) -> str:
         more: dict[str, Any] = {"logger": record.name}
@@ -219,7 +302,7 @@ class JsonFormatter(logging.Formatter):
     def _written(self, at: float, level: int, words: str, more: dict[str, Any]) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
         line = {"at": f"{when}.{int(at % 1 * 1000):03d}Z", "level": logging.getLevelName(level).lower()}
-        return json.dumps({**line, "message": words, **more}, default=str)
+        return json.dumps({**line, **self._which, "message": words, **more}, default=str)
 
 
 class Stream(logging.StreamHandler[TextIO]):
@@ -229,6 +312,7 @@ class Stream(logging.StreamHandler[TextIO]):
         super().__init__()
         self.setFormatter(form)
         self._form = form
+        self._alone = process() is None
         self._lines: deque[str] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -260,8 +344,23 @@ class Stream(logging.StreamHandler[TextIO]):
                 lines.append(self._lines.popleft())  # threads may add more meanwhile
             if lines:
                 with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                    self.stream.write("\n".join(lines) + "\n")
-                    self.stream.flush()
+                    for part in [lines] if self._alone else _parts(lines):
+                        self.stream.write("\n".join(part) + "\n")
+                        self.stream.flush()
+
+
+def _parts(lines: list[str]) -> Iterator[list[str]]:
+    """Lines in parts that go into a pipe whole, so that several processes can write to it."""
+    part: list[str] = []
+    size = 0
+    for line in lines:
+        length = len(line.encode(errors="replace")) + 1
+        if part and size + length > WHOLE:
+            yield part
+            part, size = [], 0
+        part.append(line)
+        size += length
+    yield part
 
 
 def is_set_up() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import itemgetter
 
@@ -26,11 +28,39 @@ FIRST_LOOK = 1.0
 _encoder = msgspec.json.Encoder()
 
 
+class Importing:
+    """While an app is imported to be run, what it enqueues at the top of a module is not sent.
+
+    A worker is started again and again, in several processes, and each time the job would be enqueued once more.
+    """
+
+    def __init__(self) -> None:
+        self.unsent: Counter[str] | None = None
+        """How many jobs were not sent, by task; None where all are."""
+
+    @contextmanager
+    def __call__(self) -> Iterator[Counter[str]]:
+        """Within the block nothing is sent, by anybody in this process."""
+        self.unsent = Counter()
+        try:
+            yield self.unsent
+        finally:
+            self.unsent = None
+
+
+importing = Importing()
+
+
 def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = False) -> Plan[list[Sent]]:
     """Enqueue jobs, in statements of a bounded size; the answers come in the order of the jobs.
 
     `apart`: each statement commits itself, so that what was sent before a line is lost has come to stay.
     """
+    if importing.unsent is not None:
+        tasks = [job.task for job in jobs]
+        importing.unsent.update(tasks)
+        return [Sent(0, "unsent") for _ in tasks]
+
     match jobs:
         case [NewJob(unique_key=None, expires_in=None) as job]:
             rows = yield store.enqueue_one(job)

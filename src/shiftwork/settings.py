@@ -268,7 +268,10 @@ _MOMENT, _SECOND, _HOUR, _DAY = (
 )
 _DSN = text("a connection string or URL")
 _SCHEMA_NAME = ("a schema name that needs no quotes in SQL", check_schema)
-_WORKER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+_NAME = text(
+    "1 to 100 letters, digits, dots, underscores and hyphens",
+    re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII).fullmatch,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +335,24 @@ class Settings:
         "whether jobs of tasks that this app lacks are left to others or failed",
     )
 
+    # How many there are.
+    processes: int = _set(
+        1,
+        whole(1, 1_000),
+        "how many worker processes the command runs; from 2 on a supervisor starts them and starts them again",
+    )
+    max_crashes: int | None = _set(
+        5,
+        maybe(whole(1, 1_000_000)),
+        "how often one of its processes may die within a minute before the supervisor gives up; none is as often as it likes",
+    )
+    singleton: str | None = _set(
+        None,
+        maybe(_NAME),
+        "a name under which only one worker is at work at a time, or one for each of its processes",
+    )
+    standby: bool = _set(False, switch(), "whether it waits for the name to be free, instead of ending")
+
     # How it holds, waits and ends.
     lease: timedelta = _set(
         30 * _SECOND,
@@ -361,6 +382,9 @@ class Settings:
         length(timedelta(), _DAY),
         "how long running jobs may take to end when it is told to stop",
     )
+    wait: bool = _set(
+        False, switch(), "whether it waits for a schema that is missing or too old, instead of ending"
+    )
     stop_when_idle: bool = _set(False, switch(), "whether it ends once nothing is left to do")
     max_jobs: int | None = _set(None, maybe(whole(1, UNLIMITED)), "after how many jobs it ends")
     max_time: timedelta | None = _set(None, maybe(length(_MOMENT, LONGEST)), "after how long it ends")
@@ -383,11 +407,7 @@ class Settings:
     process_core_dumps: bool = _set(False, switch(), "whether a process that crashes may leave a core dump")
 
     # What is seen of it.
-    name: str = _set(
-        "worker",
-        text("1 to 100 letters, digits, dots, underscores and hyphens", _WORKER_NAME.fullmatch),
-        "what it is called, where workers are listed",
-    )
+    name: str = _set("worker", _NAME, "what it is called, where workers are listed")
     metrics_port: int = _set(
         0,
         whole(0, 65_535),
@@ -475,11 +495,12 @@ class Settings:
         return self.process_slots or min(self.concurrency, os.cpu_count() or 1)
 
     def connections(self, *, transactional: bool = False) -> int:
-        """How many connections a worker holds: to claim, to settle, for its lease, to listen, and for transactions.
+        """How many connections a worker holds: to claim, to settle, for its lease, to listen, to be the only one, for transactions.
 
         However many jobs run at once; the last kind only if its app has transactional tasks.
         """
-        return 3 + self.notify + (self.transaction_connections if transactional else 0)
+        own = 3 + self.notify + (self.singleton is not None)
+        return own + (self.transaction_connections if transactional else 0)
 
 
 @dataclass(frozen=True)

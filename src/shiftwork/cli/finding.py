@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import traceback
@@ -11,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from shiftwork.app import App
+from shiftwork.operations import importing
+
+log = logging.getLogger("shiftwork.worker")
 
 FRAMES = 4
 """How much of a traceback is shown: its end, where the mistake is."""
@@ -30,7 +34,14 @@ def find_app(where: str) -> App:
     if not place:
         raise NotFound(f"{where!r} names no module; write it like app:app or path/to/file.py")
     is_file = place.endswith(".py") or os.sep in place
-    module = _from_file(place) if is_file else _from_name(place)
+    with importing() as unsent:
+        module = _from_file(place) if is_file else _from_name(place)
+    for task, many in unsent.items():
+        log.warning(
+            "%d jobs of %s were enqueued while %s was imported, and are not sent: every start of a worker would "
+            "send them again; do it in a function, or below if __name__ == '__main__'",
+            *(many, task, place),
+        )
     return _named(module, place, name) if name else _only(module, place)
 
 

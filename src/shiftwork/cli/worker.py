@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 CODES = (
     "Exit codes: 0 stopped, and every job is ended or given back; 1 failed, told twice to stop, or jobs had to be left behind; "
-    "2 wrong usage. TERM, INT and HUP stop it, a second one at once."
+    "2 wrong usage; 4 its processes died again and again. TERM, INT and HUP stop it, a second one at once; with several processes, "
+    "HUP replaces them one by one."
 )
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
@@ -44,6 +46,14 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "transactions": "N",
         "process_slots": "N",
         "unknown_tasks": "leave|fail",
+        "preset": "NAME",
+    },
+    "How many there are": {
+        "processes": "N",
+        "max_crashes": "N",
+        "singleton": "NAME",
+        "standby": "",
+        "reload": "",
     },
     "How it holds, waits and ends": {
         "lease": "TIME",
@@ -54,6 +64,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "notify": "",
         "timeout": "TIME",
         "grace": "TIME",
+        "wait": "",
         "stop_when_idle": "",
         "max_jobs": "N",
         "max_time": "TIME",
@@ -85,6 +96,9 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Where each option stands in the help, and what its value is called there."""
+
+PRESETS = ("shithub", "sourcegraph", "horsies", "queuert", "statbus")
+"""What `shiftwork.presets` has; named here since --help imports little."""
 
 LAST = 0.5
 """Seconds for threads to end at the very end."""
@@ -167,7 +181,11 @@ def _default(value: str | float | timedelta | Mapping[str, Any] | None) -> str:
 @click.argument("where", metavar="APP")
 @setting_options
 @click.option("--migrate", is_flag=True, help="first install the schema, or bring it up to date")
-def worker(where: str, given: Mapping[str, Any], migrate: bool) -> None:
+@click.option("--reload", is_flag=True, help="start again whenever a Python file changes; for development")
+@click.option(
+    "--preset", metavar="NAME", help=f"settings of a system that you know [none; {', '.join(PRESETS)}]"
+)
+def worker(where: str, given: Mapping[str, Any], migrate: bool, reload: bool, preset: str | None) -> None:
     """Run the jobs of APP until told to stop.
 
     APP is module:name, or path/to/file.py:name; the name can be left out if there is only one App.
@@ -178,15 +196,48 @@ def worker(where: str, given: Mapping[str, Any], migrate: bool) -> None:
 
     Example: shiftwork worker shop/jobs.py --queues mail,default --concurrency 20
     """
+    from shiftwork import logs  # noqa: PLC0415  -- --help needs none of it
+    from shiftwork.worker import supervised  # noqa: PLC0415
+
+    given = {**_preset(preset), **given}
     try:
-        Settings.read(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings.read(**{name: value for name, value in given.items() if value is not None})
     except ConfigurationError as error:  # in the environment or the file; better told before anything is done
         raise Refused(clean_lines(error)) from None
+    logs.set_up(settings.log_level, settings.log_format)
+    rehearsing = supervised.REHEARSAL in os.environ
+    if not rehearsing and supervised.join() is None and (reload or settings.processes > 1):
+        sys.exit(_supervise(settings, where, reload=reload))
     app = find(where)
     with told():
         app.close()  # whatever it opened while it was imported
         app.settings = dataclasses.replace(app.settings, **given)
+    if rehearsing:
+        sys.exit(0)
     leave(serve(app, migrate=migrate))
+
+
+def _preset(name: str | None) -> Mapping[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise Refused(f"there is no preset {clean_lines(name)!r}; there are: {', '.join(PRESETS)}")
+    from shiftwork import presets  # noqa: PLC0415
+
+    preset: presets.Preset = getattr(presets, name)
+    return preset.settings
+
+
+def _supervise(settings: Settings, where: str, *, reload: bool) -> int:
+    """Run this command in processes of their own; gives the exit code."""
+    from shiftwork import logs  # noqa: PLC0415  -- --help needs none of it
+    from shiftwork.supervisor import supervise  # noqa: PLC0415
+
+    place, _, _ = where.partition(":")
+    beside = Path(place).resolve().parent if place.endswith(".py") or os.sep in place else Path.cwd()
+    folders = {Path.cwd(), beside}
+    watched = [folder for folder in folders if not folders & set(folder.parents)] if reload else []
+    return supervise(settings, watched=watched, tell=logs.Telling(logging.getLogger("shiftwork.supervisor")))
 
 
 def leave(well: bool) -> NoReturn:

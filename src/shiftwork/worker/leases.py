@@ -109,14 +109,15 @@ class Leases:
     def nudge(self) -> None:
         """Beat now: there may be news."""
         if self._loop is not None and self._nudged is not None:
-            self._loop.call_soon_threadsafe(self._nudged.set)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._nudged.set)
 
     def ping(self) -> threading.Event:
         """Set by the thread as soon as it turns; at once if it has not begun."""
         turned = threading.Event()
-        if self._thread is None:
+        if self._loop is None:
             turned.set()
-        elif self._loop is not None:
+        else:
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(turned.set)
         return turned

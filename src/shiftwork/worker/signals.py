@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from shiftwork.worker.worker import Worker
 
@@ -17,33 +17,40 @@ AT_ONCE = 2.0
 
 
 @contextmanager
-def heeding(worker: Worker) -> Iterator[None]:
-    """While the block lasts, TERM, INT and HUP stop this worker; only the main thread can do that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def heeding(worker: Worker) -> Iterator[Callable[[int, str], None]]:
+    """While the block lasts, TERM, INT and HUP stop this worker; only the main thread can do that.
+
+    Gives a function that orders the same: 1 to stop, 2 to stop now, 3 to end the process; to order less than was ordered
+    before changes nothing.
+    """
     loop = asyncio.get_running_loop()
-    heard = 0
+    heard = ordered = 0
     last: threading.Timer | None = None
 
-    def heed(number: int, _: object) -> None:
-        nonlocal heard, last
-        heard += 1
-        name = signal.Signals(number).name
-        if heard == 1:
-            loop.call_soon_threadsafe(worker.stop, name)
-        elif heard == 2:
+    def order(degree: int, why: str) -> None:
+        nonlocal ordered, last
+        if degree <= ordered:
+            return
+        ordered = degree
+        if degree >= 3:
+            os._exit(1)
+        if degree == 2:
             # A handler that blocks the event loop would keep it from hearing this.
             last = threading.Timer(AT_ONCE, os._exit, (1,))
             last.daemon = True
             last.start()
-            loop.call_soon_threadsafe(lambda: worker.stop(name, now=True))
-        else:
-            os._exit(1)
+        with suppress(RuntimeError):  # the loop is closed: it has ended
+            loop.call_soon_threadsafe(lambda: worker.stop(why, now=degree == 2))
 
-    former = {number: signal.signal(number, heed) for number in HEEDED}
+    def heed(number: int, _: object) -> None:
+        nonlocal heard
+        heard += 1
+        order(heard, signal.Signals(number).name)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, heed) for number in HEEDED} if is_main else {}
     try:
-        yield
+        yield order
     finally:
         if last is not None:
             last.cancel()

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -14,7 +15,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shiftwork import events, operations
-from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, ShiftworkError
+from shiftwork.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    NotInstalled,
+    ShiftworkError,
+    SingletonTaken,
+)
 from shiftwork.events import Event, Subscriber
 from shiftwork.job import State
 from shiftwork.operations import Claimed, Pulse
@@ -30,6 +38,7 @@ from shiftwork.worker.pipe import Begin
 from shiftwork.worker.processes import Processes
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
+from shiftwork.worker.singleton import Singleton
 from shiftwork.worker.slots import Slots
 from shiftwork.worker.state import described, memory
 from shiftwork.worker.transactions import Transactions
@@ -78,6 +87,9 @@ LEFT_ALONE = 600.0
 LONG = 600.0
 """Seconds that a statement of a duty may take: some of them read and write a lot."""
 
+STANDBY = 1.0
+"""Seconds after which a worker that stands by tries again to be the one."""
+
 
 class Worker:
     """Claims jobs and runs them, until it is told to stop."""
@@ -100,7 +112,7 @@ class Worker:
         """How many jobs it has claimed."""
 
         self.holding: Held = {}
-        self._settings = settings
+        self.settings = self._settings = settings
         self._store = Protocol(settings.schema)
         self._tasks = tasks
         self._queues = _queues(settings, tasks)
@@ -143,6 +155,7 @@ class Worker:
 
         self._given_up = self._unanswered = False
         self._abandoned = 0
+        self._buried: deque[int] = deque()
         self._due: float | None = None
         self._locked = LOCKED
         self._declare_at = 0.0
@@ -209,6 +222,7 @@ class Worker:
             self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
         )
         self._endpoint = self._opened() if self._settings.metrics_port else None
+        self._singleton = Singleton(self._settings, self._lost_singleton)
         cancelled: asyncio.CancelledError | None = None
         try:
             await self._unless_stopped(self._begin())
@@ -235,6 +249,9 @@ class Worker:
                 self.stop("its time is over")
                 break
             try:
+                if not self._singleton.held:
+                    await self._take_singleton()
+                    continue
                 if self._given_up:
                     await self._register()
                 if self._unanswered:
@@ -243,6 +260,8 @@ class Worker:
                     await self._wake.wait(self._leases.seconds / 10)  # what is claimed now would soon be lost
                     continue
                 idle = await self._fill()
+                if self._buried:
+                    await self._bury()
                 if self._reap_due:
                     await self._reap()
                 self._trouble("claiming", None)
@@ -300,6 +319,20 @@ class Worker:
         self._at_once = self._at_once or now
         self._hungry = True
         self._wake()
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Let a function see what happens from now on."""
+        self._subscribers.append(subscriber)
+        self._tells_beginnings = any(map(_wants_beginnings, self._subscribers))
+
+    def bury(self, worker: int) -> None:
+        """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
+        self._buried.append(worker)
+        self._wake()
+
+    def ping(self) -> threading.Event:
+        """Set by the thread that renews the lease, as soon as it turns; at once if it has not begun."""
+        return self._leases.ping()
 
     # Claiming.
 
@@ -465,6 +498,12 @@ class Worker:
         if answers:
             self._publish(events.Reaped(answers))
             self._wake()
+
+    async def _bury(self) -> None:
+        while self._buried:
+            await self._line.perform(operations.leave(self._store, self._buried[0]))
+            self._publish(events.WorkerBuried(self._buried.popleft()))
+        self._reap_due = True
 
     # Resting.
 
@@ -688,6 +727,8 @@ class Worker:
         await self._processes.open()
         while self._stopping is None:
             try:
+                if not await self._take_singleton():
+                    continue
                 await self._line.perform(operations.require(self._store))
                 await self._line.perform(
                     operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
@@ -695,13 +736,40 @@ class Worker:
                 await self._line.perform(operations.declare_limits(self._store, self._limits))
                 await self._register()
             except DatabaseError as error:
-                if not will_pass(error):
+                waits = isinstance(error, NotInstalled) and self._settings.wait
+                if not (waits or will_pass(error)):
                     raise
                 self._trouble("beginning", error)
                 await self._wait_out(patience)
             else:
                 self._trouble("beginning", None)
                 return
+
+    async def _take_singleton(self) -> bool:
+        """Be the only one of our name; who is not waits a moment, or ends."""
+        name, standby = self._settings.singleton, self._settings.standby
+        if name is None or self._singleton.held:
+            return True
+        holder = await self._singleton.take()
+        if holder is None:
+            self._publish(events.SingletonHeld(name))
+            return True
+        taken = f"another worker is at work as {name!r}: {holder}"
+        if self.id and not standby:
+            self._failed = True
+            self.stop(taken)
+        elif not standby:
+            raise SingletonTaken(taken)
+        else:
+            if not self._singleton.waits:
+                self._publish(events.StandingBy(name, holder))
+            self._singleton.waits = True
+            await self._wake.wait(STANDBY * random.uniform(0.8, 1.0))  # noqa: S311
+        return False
+
+    def _lost_singleton(self, why: str) -> None:
+        self._publish(events.SingletonLost(self._settings.singleton or "", why))
+        self._wake()
 
     async def _register(self) -> None:
         settings, host, pid = self._settings, socket.gethostname(), os.getpid()
@@ -779,6 +847,7 @@ class Worker:
                 await self._line.perform(operations.leave(self._store, self.id), within=LAST)
         await self._line.close()
         self._transactions.close()
+        await self._singleton.close()
         if self.id:
             self._publish(events.WorkerStopped(self.id, not self._abandoned, self.jobs, self._abandoned))
         return not (self._abandoned or self._at_once or self._failed)
