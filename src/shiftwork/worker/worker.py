@@ -146,8 +146,7 @@ class Worker:
         """Whether all queues are looked through from their start, since nothing seems to be left."""
 
         self._reap_due = False
-        self._notifications = 0.0
-        self._reap_at = 0.0
+        self._notifications = self._reap_at = 0.0
         self._refusals = 0
         self._failed = False
         self._piling_up = False
