@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from psycopg.rows import dict_row
 
 from shiftwork import App, Context, Retry, State, cursor
 from shiftwork.events import JobEnded
+from shiftwork.worker.resting import Pace
 from tests.workshop import Latch, Workshop
 
 AT_ONCE = Retry(delays=timedelta(), jitter=0)
@@ -29,6 +29,10 @@ def app(dsn: str) -> App:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create table effects (effect text)")
     return App(dsn)
+
+
+class Brisk(Pace):
+    is_brisk = True
 
 
 async def effects(shop: Workshop) -> list[str]:
@@ -99,10 +103,7 @@ async def test_a_worker_that_stops_when_idle_has_looked_everywhere(
         before = await early.using(connection=late).aenqueue()
         after = await work.aenqueue()
         async with Workshop(app, stop_when_idle=True) as shop:
-            shop.worker._rate, shop.worker._window = (
-                1e6,
-                (time.monotonic() + 1e6, 0),
-            )  # too brisk to go to sleep
+            shop.worker._pace = Brisk()  # too brisk to go to sleep
             await shop.stopped()
             assert (await after.ainfo()).state is State.COMPLETED
             assert (await before.ainfo()).state is State.COMPLETED

@@ -1,13 +1,7 @@
-"""Sleeping without missing anything, and without keeping those busy who have nothing to say.
-
-A notification is only ever a hint. Whoever sleeps says so first (`shiftwork.sleep` raises a time until which inserts
-notify), then looks once more for what came in the meantime, then waits; transactions that were open when it said so
-have notified nobody, so it keeps looking until they have ended. Behind all of it stands a poll.
+"""Being woken. A notification is only ever a hint: what it says is looked for in the database, and so is what it never said.
 
 The listener believes in its connection only while it hears itself: it notifies a channel of its own, and if that does not
 come back (a pooler in between, a server that forgot us) it counts as deaf, the poll becomes shorter, and it connects anew.
-Behind a pooler the call has to come from somebody else: what one says oneself is answered on the spot, by whichever
-server it was said to, and proves nothing of what others say.
 """
 
 from __future__ import annotations

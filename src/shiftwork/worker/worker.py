@@ -36,6 +36,7 @@ from shiftwork.worker.leases import Held, Leases, through_suspend
 from shiftwork.worker.line import Line, Patience, will_pass
 from shiftwork.worker.pipe import Begin
 from shiftwork.worker.processes import Processes
+from shiftwork.worker.resting import NAP, Pace, Sleep
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.singleton import Singleton
@@ -54,19 +55,8 @@ BATCH = 500
 UNWRITTEN = 5_000
 """Outcomes that may wait to be written while more is claimed."""
 
-DECLARE = 15.0
-"""Seconds for which a sleeper asks to be notified; short, so that it lapses soon when there is much to do."""
-
-BRISK = 200.0
-"""Jobs a second from which on it does not pay to go to sleep between them."""
-
 AGAIN = 0.5
 """Seconds after which a job is given back whose former attempt still runs here; else we would claim it at once."""
-
-NAP = 0.005
-MOST_IN_VAIN = 0.2
-LOCKED = 0.05
-"""Seconds until a job is looked for again that is due, and that somebody has locked."""
 
 FULL = 0.5
 """How full the server's queue of notifications may be before it is worth a warning; from there on inserts keep silent."""
@@ -123,7 +113,7 @@ class Worker:
         self._revive = revive
         self._process_begin = begin
         self._at = at
-        self._wake, self._returned = Wake(), Wake()
+        self._wake = Wake()
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
         self._stopping: str | None = None
@@ -156,14 +146,15 @@ class Worker:
         self._abandoned = 0
         self._buried: deque[int] = deque()
         self._due: float | None = None
-        self._locked = LOCKED
-        self._declare_at = 0.0
-        self._found = self._vain = 0
-        self._woken = False
-        self._watchful = False
-        """Whether inserts have notified us since before we last looked."""
-
-        self._rate, self._window = 0.0, (0.0, 0)
+        self._pace = Pace()
+        self._sleep = Sleep(
+            self._wake,
+            declare=self._declare,
+            look=self._look_again,
+            due=lambda: self._due,
+            poll=self._poll,
+            reached=self._reached,
+        )
 
     # From the first to the last.
 
@@ -452,7 +443,7 @@ class Worker:
                 self._backlog.append(run)
         self.jobs += len(claimed.taken)
         self._sure = self._sure and not claimed.taken
-        self._count(len(claimed.taken))
+        self._pace.count(len(claimed.taken))
 
     async def _begin_prefetched(self) -> None:
         many = min(self._slots.free, len(self._backlog))
@@ -513,75 +504,29 @@ class Worker:
             await self._wake.wait(NAP if crowded else None if ends is None else ends - time.monotonic())
         elif not idle:
             return
-        elif self._rate > BRISK:
+        elif self._pace.is_brisk:
             await asyncio.sleep(NAP)
-            self._count(0)
-        else:
-            await self._sleep(ends)
-
-    async def _sleep(self, ends: float | None) -> None:
-        """Say that we sleep, look once more, and wait."""
-        await self._pause_if_in_vain()
-        flying: set[str] = set()
-        if not self._watchful or time.monotonic() > self._declare_at:
-            flying = await self._declare()
-            await self._reached("declared")
+            self._pace.count(0)
+        elif await self._sleep(self.jobs, ends):
             self._lanes.look()
-            idle = await self._fill()
-            while self._passing and not idle:
-                idle = await self._fill()
-            if not idle or self._is_done(idle):
-                return
-        self._watchful = False
-        now = time.monotonic()
-        self._locked = min(2 * self._locked, 1.0) if self._due is not None and self._due <= 0 else LOCKED
-        until = now + min(self._poll(), 3600 if self._due is None else max(self._due, self._locked))
-        until = until if ends is None else min(until, ends)
-        pause = 0.005
-        await self._reached("asleep")
-        while (left := until - time.monotonic()) > 0:
-            step = min(left, pause if flying else self._declare_at - time.monotonic())
-            if await self._wake.wait(step):
-                self._woken = True
-                return
-            if flying:
-                flying &= await self._declare()
-                pause = min(2 * pause, 2.0)
-                if not flying:
-                    return  # what was being inserted is there now, or will never be
-            elif time.monotonic() >= self._declare_at:
-                await self._declare()
-        self._lanes.look()
-        self._watchful = not flying  # we were told of all that came meanwhile; looking once is enough
 
-    async def _pause_if_in_vain(self) -> None:
-        """Whoever is woken again and again for nothing, by whatever reason, takes his time."""
-        found, self._found = self.jobs - self._found, self.jobs
-        self._vain = 0 if found or not self._woken else min(self._vain + 1, 10)
-        self._woken = False
-        if self._vain > 1:
-            await self._returned.wait(min(MOST_IN_VAIN, NAP * 2**self._vain))
-
-    async def _declare(self) -> set[str]:
-        self._declare_at = time.monotonic() + DECLARE * 0.8
+    async def _declare(self, seconds: float) -> set[str]:
         if not self._settings.notify:
             return set()
-        return await self._line.perform(operations.sleep(self._store, DECLARE))
+        return await self._line.perform(operations.sleep(self._store, seconds))
+
+    async def _look_again(self) -> bool:
+        """Whether nothing is left, looked for from the start."""
+        self._lanes.look()
+        idle = await self._fill()
+        while self._passing and not idle:
+            idle = await self._fill()
+        return idle and not self._is_done(idle)
 
     def _poll(self) -> float:
         settings = self._settings
         poll = settings.poll if self._listener.proven else settings.poll_unproven
         return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
-
-    def _count(self, taken: int) -> None:
-        """How brisk it is: jobs a second, over tenths of a second."""
-        now = time.monotonic()
-        since, many = self._window
-        if now - since > 0.1:
-            self._rate = (many + taken) / (now - since)
-            self._window = (now, 0)
-        else:
-            self._window = (since, many + taken)
 
     def _is_done(self, idle: bool) -> bool:
         """Whether this worker has done what it was to do; then it stops."""
@@ -673,7 +618,7 @@ class Worker:
                 self._wake()
             if self._full:
                 self._lanes.look()  # what was passed by may have room now
-                self._returned()
+                self._sleep.hurry()
                 self._wake()
         if self._subscribers:
             self._publish(_end(run, outcome, answer))
