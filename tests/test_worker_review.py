@@ -32,7 +32,9 @@ def app(dsn: str) -> App:
 
 
 class Brisk(Pace):
-    is_brisk = True
+    @property
+    def is_brisk(self) -> bool:
+        return True
 
 
 async def effects(shop: Workshop) -> list[str]:
