@@ -29,17 +29,20 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-FUNCTION = re.compile(r"create or replace function shiftwork\.(\w+)")
+FUNCTION = re.compile(r"create or replace (?:function|procedure) shiftwork\.(\w+)")
 
 # What verbs call among themselves, and what only triggers call. Everything else is for workers and people.
 INNER = {
     "announce",
     "attend",
     "check_payload",
+    "check_retry",
+    "close_session",
     "complete_insert",
     "days_kept",
     "declare_until",
     "duties_due",
+    "end_pauses",
     "end_sessions",
     "enqueue_unique",
     "failure",
@@ -48,10 +51,11 @@ INNER = {
     "finish_together",
     "forget_on",
     "give_back",
-    "end_pauses",
     "holds",
-    "kind_of",
     "is_declared",
+    "is_free",
+    "is_within",
+    "kind_of",
     "lease_of",
     "lend_permits",
     "lock_held",
@@ -60,11 +64,17 @@ INNER = {
     "merge_deep",
     "merge_payload",
     "merge_value",
+    "next_job",
     "note",
+    "open_session",
     "pick",
     "place_time",
     "purge_companions",
     "return_permits",
+    "routine_call",
+    "run_hook",
+    "run_routine",
+    "seconds_of",
     "set_limit",
     "take_back",
     "target_of",
@@ -245,7 +255,9 @@ def test_the_page_of_roles_says_who_may_call_what() -> None:
     granted = {
         (verb, role)
         for functions, holders in re.findall(
-            r"^grant execute on function(.*?)\bto (.*?);", migrate.roles(), re.MULTILINE | re.DOTALL
+            r"^grant execute on (?:function|procedure)(.*?)\bto (.*?);",
+            migrate.roles(),
+            re.MULTILINE | re.DOTALL,
         )
         for verb in re.findall(r"shiftwork\.(\w+)\(", functions)
         for role in re.findall(r"shiftwork_(\w+)", holders)

@@ -38,6 +38,7 @@ STEERING = {
     "kind_of",
     "target_of",
 }
+STEERING |= {"register_task", "check_retry", "is_within"}
 NOBODY = {
     "check_payload",
     "complete_insert",

@@ -78,7 +78,8 @@ def roles() -> str:
 
 
 # Nobody gets to call a function by default: who shares the database has no business here. And what a function means
-# is not for its caller's search path to decide. (Functions in SQL are inlined into ours, and take over their path.)
+# is not for its caller's search path to decide. (Functions in SQL are inlined into ours, and take over their path; a procedure
+# that commits can have no path of its own, and leaves what it does to functions.)
 _HARDEN = """
 revoke all on all routines in schema shiftwork from public;
 do $$
@@ -87,7 +88,7 @@ declare
 begin
   for one in select routine.oid::regprocedure as signature from pg_catalog.pg_proc as routine
                join pg_catalog.pg_language as language on language.oid = routine.prolang
-              where routine.pronamespace = 'shiftwork'::regnamespace and language.lanname = 'plpgsql'
+              where routine.pronamespace = 'shiftwork'::regnamespace and language.lanname = 'plpgsql' and routine.prokind = 'f'
                 and not exists (select from unnest(routine.proconfig) as setting where setting like 'search_path=%') loop
     execute format('alter function %s set search_path = shiftwork, pg_temp', one.signature);
   end loop;

@@ -35,7 +35,7 @@ begin
   end loop;
   for one in select routine.oid::regprocedure as signature from pg_proc as routine
               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proowner <> 'shiftwork_owner'::regrole loop
-    execute format('alter function %s owner to shiftwork_owner', one.signature);
+    execute format('alter routine %s owner to shiftwork_owner', one.signature);
   end loop;
   for one in select type.typname from pg_type as type
               where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e')
@@ -85,8 +85,14 @@ grant execute on function
   shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
   shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int),
   shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
-  shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz)
+  shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz),
+  shiftwork.is_free(text), shiftwork.open_session(text, text), shiftwork.next_job(bigint, text, int, timestamptz, interval),
+  shiftwork.run_job(bigint, bigint, int, boolean, text), shiftwork.close_session(bigint, bigint, int),
+  shiftwork.run_routine(text, boolean, jsonb, text), shiftwork.run_hook(text, bigint, int, jsonb, text), shiftwork.seconds_of(text),
+  shiftwork.report_progress(double precision, text), shiftwork.routine_call(text, boolean), shiftwork.decide(int, int, jsonb, text, double precision, double precision)
   to shiftwork_worker, shiftwork_operator;
+
+grant execute on procedure shiftwork.process_jobs(text, int, interval, int) to shiftwork_worker, shiftwork_operator;
 
 -- An operator steers: what a worker may, and cancelling, reviving, pausing, retention and the registry.
 grant insert, update, delete on shiftwork.tasks, shiftwork.queues, shiftwork.pauses, shiftwork.settings, shiftwork.schedules, shiftwork.edges, shiftwork.limits
@@ -96,5 +102,7 @@ grant execute on function
   shiftwork.cancel(bigint[], text, text), shiftwork.complete(bigint, jsonb, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
   shiftwork.pause(text, text, interval, text, text, bigint, boolean), shiftwork.resume(text, text, text, bigint, boolean), shiftwork.kind_of(text, text, bigint), shiftwork.target_of(text, text),
   shiftwork.limit_running(int, text, text, text), shiftwork.set_limit(text, text, int),
-  shiftwork.retain(text, int, int, int, int, text), shiftwork.note(text, text, jsonb, jsonb, jsonb)
+  shiftwork.retain(text, int, int, int, int, text),
+  shiftwork.register_task(text, text, text, int, int, jsonb, interval, text, text, boolean, text, text, text, interval, jsonb, int, text, text),
+  shiftwork.check_retry(jsonb), shiftwork.is_within(jsonb, numeric, numeric), shiftwork.note(text, text, jsonb, jsonb, jsonb)
   to shiftwork_operator;

@@ -7,6 +7,7 @@
 -- the worker knows (left out: all, `but` those named there). The first `start` jobs go straight to slots and count as started (left out: all).
 -- `most` says of how many jobs of a task there is room, {"resize": 2}; `conditions` on jobs are each an expression in SQL
 -- over the columns of `job`, evaluated with the caller's rights.
+-- With `max_priority`, what is less urgent than that is left alone.
 --
 -- Where limits are set (limit_running), no more is taken than they allow, and what falls under one is not fetched ahead.
 --
@@ -28,6 +29,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off s
 declare
   turn constant text := pg_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));   -- limits and pauses wait for us
   present constant timestamptz := shiftwork.clock();
+  last_priority constant bigint := coalesce((request ->> 'max_priority')::bigint, 2147483647);
   asked record;
   closed text[];
   due record;
@@ -117,7 +119,7 @@ begin
   for range in
     select ahead.* from (
       select wish.ordinal, wish.queue, wish.want, coalesce(wish.mixed, false) as mixed, place.priority, place.run_at, place.id,
-             lead(place.priority, 1, 2147483648) over (partition by wish.ordinal order by place.priority) as until_priority
+             lead(place.priority, 1, last_priority + 1) over (partition by wish.ordinal order by place.priority) as until_priority
         from rows from (jsonb_to_recordset(request -> 'queues') as (queue text, want int, places jsonb, mixed boolean))
                with ordinality as wish (queue, want, places, mixed, ordinal)
              cross join lateral (

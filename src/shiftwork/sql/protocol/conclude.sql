@@ -4,6 +4,7 @@ create or replace function shiftwork.conclude(request jsonb) returns text
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   outcome constant jsonb := request #> '{outcomes,0}';
+  present constant timestamptz := shiftwork.clock() + coalesce((request ->> 'elapsed')::double precision, 0) * interval '1 second';
   told record;
 begin
   -- What nearly always happens, in one statement: it is completed, and the row is the caller's.
@@ -19,7 +20,7 @@ begin
         id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
         finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, forget_on)
       select gone.id, 'completed', gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
-             gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, shiftwork.clock(), gone.worker, gone.claim,
+             gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.worker, gone.claim,
              gone.keep, gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, outcome -> 'result',
              shiftwork.forget_on(coalesce(gone.keep, own.keep_completed, every.keep_completed, 30), shiftwork.today())
         from gone

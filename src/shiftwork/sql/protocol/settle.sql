@@ -19,6 +19,8 @@ end $$;
 -- A completed outcome may carry "jobs": [what enqueue_many takes, …]. They are enqueued with it if it is settled now, and so
 -- once. What another ending carries is dropped. ("carrying": false in the request says that none does, and saves looking.)
 --
+-- ("elapsed": 3.5 says that so many seconds have passed since the clock stood still, for who settles within one long statement.)
+--
 -- Answers for each: settled; already (this very outcome was written before: the answer was lost on the wire); lost (the job is
 -- not this worker's attempt any more: the result is dropped); busy (its row is locked: try again); refused (it cannot be
 -- written, or what it carries cannot be enqueued; `problem` says why). Of several outcomes for one job in a batch, one counts.
@@ -28,7 +30,7 @@ language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
-  present constant timestamptz := shiftwork.clock();
+  present constant timestamptz := shiftwork.clock() + coalesce((request ->> 'elapsed')::double precision, 0) * interval '1 second';
   today constant date := shiftwork.today();
   holder constant bigint := request ->> 'worker';
   carrying constant boolean := coalesce((request ->> 'carrying')::boolean, jsonb_path_exists(request, '$.outcomes[*].jobs'));
