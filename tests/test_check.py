@@ -215,6 +215,7 @@ def test_what_is_not_well_is_told_of_all_at_once(
     # spec
     # fault: F35
     fresh.rows("select {}.pause(queue => 'mail', lasting => '1 hour')")
+    fresh.rows("select {}.pause(everything => true)")
     fresh.rows("update {}.duties set error = 'no luck' where name = 'purge'")
     fresh.rows("update {}.duties set due_at = now() - interval '1 hour' where name = 'expire'")
     monkeypatch.setattr(checking, "OLD", 0.0)
@@ -232,6 +233,7 @@ def test_what_is_not_well_is_told_of_all_at_once(
     assert "the duty purge failed: no luck" in said
     assert "the duty expire has been due for 3,6" in said
     assert "queue mail is paused, until" in said
+    assert "everything is paused, until it is resumed" in said
 
 
 class Backends:

@@ -317,6 +317,22 @@ async def test_ready_is_who_is_registered_and_does_not_stop(app: App, port: int)
             ask(port, "/live")
 
 
+async def test_a_worker_that_is_paused_is_not_ready(app: App, protocol: Protocol, port: int) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    async with app, Workshop(app, metrics_port=port) as shop:
+        await shop.event(WorkerStarted)
+        protocol.rows("select {}.pause(worker => %s)", shop.worker.id)
+        job = await work.aenqueue()
+        await shop.event(events.WorkerPaused)
+        status, told = await asked(port, "/ready")
+        assert (status, told["reasons"]) == (503, ["it is paused, or everything is"])
+        protocol.rows("select {}.resume(worker => %s)", shop.worker.id)
+        await shop.ended(job)
+        assert (await asked(port, "/ready"))[0] == 200
+
+
 async def test_before_it_could_register_a_worker_is_alive_and_not_ready(dsn: str, port: int) -> None:
     with Wire(dsn) as wire:
         app = App(wire.dsn)

@@ -74,15 +74,13 @@ def test_one_worker_is_shown_whole_or_said_not_to_be_there(dsn: str, staff: dict
 
 
 def test_a_paused_worker_is_shown_as_that(dsn: str, staff: dict[str, int], protocol: Protocol) -> None:
-    protocol.rows("alter table {}.pauses drop constraint pauses_kind_check")
-    protocol.rows(
-        "insert into {}.pauses (kind, name, until, actor) values ('worker', %s, now() + interval '1 hour', 'me')",
-        str(staff["alive"]),
-    )
-    [one, _] = answer("workers", dsn=dsn)
-    assert one["state"] == "paused"
+    protocol.rows("select {}.pause(worker => %s, lasting => '1 hour')", staff["alive"])
+    one, other = answer("workers", dsn=dsn)
+    assert (one["state"], other["state"]) == ("paused", "lapsed")
     assert one["paused_until"] is not None
     assert "paused until" in told("workers", dsn=dsn).stdout
+    protocol.rows("select {}.pause(everything => true)")
+    assert answer("workers", dsn=dsn)[0]["paused_until"] is None
 
 
 def test_nothing_that_a_worker_says_is_obeyed_by_a_terminal(dsn: str, protocol: Protocol) -> None:

@@ -459,6 +459,5 @@ def _well(connection: Connection[Any], app: App) -> Problems:
         f'select kind, name, until::text from "{schema}".pauses'  # noqa: S608
         f' where until is null or until > "{schema}".clock() order by kind, name limit 100'.encode()
     ):
-        yield Problem(
-            "SW-426", f"{kind} {name} is paused, {f'until {until}' if until else 'until it is resumed'}"
-        )
+        what = "everything" if kind == "all" else f"{kind} {name}"
+        yield Problem("SW-426", f"{what} is paused, {f'until {until}' if until else 'until it is resumed'}")

@@ -151,8 +151,11 @@ select worker.id, worker.label, worker.name, worker.host, worker.pid, worker.que
       from (select theirs.* from shiftwork.jobs as theirs
              where theirs.state = 'running' and theirs.worker = worker.id order by theirs.claim limit 100) as job
   ) as holding on worker.gone_at is null
-  left join shiftwork.pauses as paused on paused.kind = 'worker' and paused.name = worker.id::text
-    and (paused.until is null or paused.until > shiftwork.clock())
+  left join lateral (
+    select pause.name, pause.until from shiftwork.pauses as pause
+     where (pause.kind = 'all' or pause.kind = 'worker' and pause.name = worker.id::text)
+       and (pause.until is null or pause.until > shiftwork.clock())
+     order by pause.until desc nulls first limit 1) as paused on true
  where (worker.gone_at is null or %s::boolean) and (%s::bigint is null or worker.id = %s)
  order by worker.gone_at is not null, worker.id
 """

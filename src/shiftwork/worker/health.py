@@ -17,6 +17,7 @@ class Health:
         self.worker = 0
         self._stopping: str | None = None
         self._lapsing = False
+        self._paused = False
         self._away: set[str] = set()
         self._deaf = False
         self.notifications = 0.0
@@ -24,9 +25,13 @@ class Health:
     def __call__(self, event: Event) -> None:
         match event:
             case events.WorkerStarted(worker):
-                self.worker, self._lapsing = worker, False
+                self.worker, self._lapsing, self._paused = worker, False, False
             case events.WorkerStopping(_, why):
                 self._stopping = why
+            case events.WorkerPaused():
+                self._paused = True
+            case events.WorkerResumed():
+                self._paused = False
             case events.LeaseLapsing():
                 self._lapsing = True
             case events.LeaseRenewed():
@@ -51,6 +56,8 @@ class Health:
             found.append(f"it stops: {self._stopping}")
         if not self.worker:
             found.append("it is not registered")
+        if self._paused:
+            found.append("it is paused, or everything is")
         if self._lapsing:
             found.append("its lease could not be renewed in time")
         if away := self._away & {"beginning", "claiming", "lease", "settling"}:
