@@ -289,6 +289,26 @@ def no_more_files() -> Any:
     raise OSError("no more files")
 
 
+async def test_a_process_that_is_killed_while_the_worker_starts_is_started_again(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-20
+    start, tried = subprocess.Popen, []
+
+    def start_and_kill_the_first(*args: Any, **kwargs: Any) -> Any:
+        tried.append(start(*args, **kwargs))
+        if len(tried) == 1:
+            tried[0].kill()
+        return tried[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill_the_first)
+    async with Workshop(app, process_slots=1) as shop:
+        failed = await shop.event(ProcessFailed)
+        assert "ended while it started: its process was killed by SIGKILL" in failed.error
+        job = await tasks.pid.aenqueue()
+        await shop.ended(job, state="completed")
+
+
 # Being stopped.
 
 

@@ -160,7 +160,7 @@ class ProcessEnded(Event, frozen=True):
 
 
 class ProcessFailed(Event, frozen=True):
-    """A process for jobs could not be started; its job is given back."""
+    """A process for jobs could not be started; the job that it was for, if any, is given back."""
 
     error: str
 

@@ -115,7 +115,7 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
                 return logging.DEBUG, f"process {pid} has ended after {_many(jobs, 'job')}: {why}"
             return logging.WARNING, f"process {pid} has ended while it ran job {job}: {why}"
         case events.ProcessFailed(error):
-            return logging.ERROR, f"a job is given back and tried again, since {error}"
+            return logging.ERROR, f"{error}; it is tried again, and no job pays for that"
         case events.StraysReleased(jobs):
             return logging.WARNING, (
                 f"{_many(len(jobs), 'job')} given back whose claim had no answer: {', '.join(map(str, jobs[:10]))}"

@@ -66,6 +66,9 @@ RETIRING = 2.0
 TRAILING = 0.5
 """Seconds in which what a dead process said last has to be read."""
 
+FIRST_TRIES = (0.2, 1.0, 3.0)
+"""Seconds to wait before the first process is tried again; it may have been killed by chance."""
+
 STARTING = 120.0
 """Seconds in which a process has to be ready."""
 
@@ -97,6 +100,10 @@ here = False
 
 class NoProcess(Exception):  # noqa: N818
     """A process could not be started; that says nothing about the job."""
+
+
+class NoApp(NoProcess):
+    """A process could not import the app, and none ever will."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,16 +186,25 @@ class Processes:
         """Start the first one, so that an app which cannot be imported is told of now, and not at the first job."""
         if self.begin is None:
             return
-        try:
-            process = await self._start()
-        except NoProcess as error:
-            raise ConfigurationError(str(error)) from None
+        process = await self._first()
         self._idle.append(process)
         if missing := sorted(self._needed - process.tasks):
             raise ConfigurationError(
                 f"task {missing[0]!r} is to run in a process of its own, and is not there when another process imports "
                 f"{self.begin.where}: declare it while that module is imported"
             )
+
+    async def _first(self) -> Process:
+        tries = iter(FIRST_TRIES)
+        while True:
+            try:
+                return await self._start()
+            except NoProcess as error:
+                pause = None if isinstance(error, NoApp) else next(tries, None)
+                if pause is None:
+                    raise ConfigurationError(str(error)) from None
+                self.publish(events.ProcessFailed(str(error)))
+                await asyncio.sleep(pause)
 
     async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ended | Crash:
         """How a job ended in a process; `began` is called when it is about to begin there."""
@@ -479,7 +495,7 @@ class Process:
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Unready(why):
-                self._fail_start(f"a process cannot run jobs: {why}")
+                self._fail_start(NoApp(f"a process cannot run jobs: {why}"))
             case Said(job, level, text) if run is not None and run.id == job:
                 self._owner.settling.log(run, level, text)
             case Progressed(job, fraction, text) if run is not None and run.id == job:
@@ -490,7 +506,7 @@ class Process:
     # Its end.
 
     def _not_started(self, error: Exception) -> None:
-        self._fail_start(f"a process could not be started: {error}")
+        self._fail_start(NoProcess(f"a process could not be started: {error}"))
         self._bury()
 
     def _died(self, code: int) -> None:
@@ -505,7 +521,7 @@ class Process:
             return
         self.gone.set_result(None)
         why = self.why or _ending(self._code or 0)
-        self._fail_start(f"a process ended while it started: {why}")
+        self._fail_start(NoProcess(f"a process ended while it started: {why}"))
         self._owner.ended(self)
         if self.run is not None and self.run.stop is not None:
             why = f"its job was to stop: {self.run.stop}"
@@ -514,9 +530,9 @@ class Process:
         self._end_job(Crash(why))
         self._hang_up()
 
-    def _fail_start(self, why: str) -> None:
+    def _fail_start(self, error: NoProcess) -> None:
         if not self._ready.done():
-            self._ready.set_exception(NoProcess(why))
+            self._ready.set_exception(error)
             self._ready.exception()  # nobody may be waiting for it any more
 
 
