@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench chaos test-matrix spec format clean
+.PHONY: help demo test check bench chaos caps test-matrix spec format clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench: $(READY) ## measure, as ratios within one run
 
 chaos: $(READY) ## kill workers while they work, and account for every job; about three minutes
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+caps: $(READY) ## limits of the cluster under eight processes: never exceeded, and used; about a minute
+	@$(BIN)/python -m tests.caps $(ARGS)
 
 test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
 	@$(BIN)/python -m tests.matrix $(ARGS)

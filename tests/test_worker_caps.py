@@ -14,6 +14,7 @@ from shiftwork import App
 from shiftwork.cli import main
 from shiftwork.errors import ConfigurationError
 from shiftwork.events import PauseEnded, WorkerPaused, WorkerResumed
+from tests import caps
 from tests.harness import Protocol
 from tests.workshop import Latch, Workshop
 
@@ -276,3 +277,13 @@ async def test_a_pause_of_a_task_holds_only_that_task_and_resuming_wakes(app: Ap
         assert (await shop.job(waits)).state == "ready"
         await shop.rows("select shiftwork.resume(task => 'work')")
         await shop.ended(waits)
+
+
+# fault: I10
+def test_processes_that_claim_at_once_never_exceed_a_limit(dsn: str) -> None:
+    # spec: HO-16, HO-36
+    account = caps.measure(dsn, processes=3, seconds=3, length=0.05)
+    assert account.exceeded == []
+    assert account.astray == 0
+    assert account.permits == sum(caps.LIMITS.values())
+    assert account.ended > 0

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shiftwork.retry import Retry
     from shiftwork.settings import Settings
     from shiftwork.task import AsyncTask, PlainTask, Task
+    from shiftwork.worker.hooks import Round
 
 __all__ = [
     "App",
@@ -69,6 +70,7 @@ __all__ = [
     "ResultTimeout",
     "Retry",
     "RetryLater",
+    "Round",
     "SchemaTooNew",
     "SchemaTooOld",
     "Settings",
@@ -88,6 +90,7 @@ _HOMES = {
     "shiftwork.retry": ("Retry",),
     "shiftwork.settings": ("Settings",),
     "shiftwork.task": ("AsyncTask", "PlainTask", "Task"),
+    "shiftwork.worker.hooks": ("Round",),
 }
 
 

@@ -41,6 +41,7 @@ from shiftwork.task import (
     Task,
 )
 from shiftwork.worker import Middleware, Worker, supervised
+from shiftwork.worker.hooks import AfterJob, BeforeClaim, BeforeJob, Hooks
 from shiftwork.worker.processes import beginning
 from shiftwork.worker.service import Service
 from shiftwork.worker.signals import heeding
@@ -165,6 +166,7 @@ class App(Surroundings):
         self._opening = threading.Lock()
         self._middleware: list[Middleware] = []
         self._subscribers: list[Subscriber] = []
+        self._hooks = Hooks()
         self.withheld: str | None = None
         """Why this process may not use the database, if it may not."""
 
@@ -488,6 +490,26 @@ class App(Surroundings):
         """The middleware, the outermost first."""
         return tuple(self._middleware)
 
+    def before_claim(self, hook: BeforeClaim) -> BeforeClaim:
+        """Ask a function, async or plain, before every claim of a worker of this app; it may skip or narrow it.
+
+        @app.before_claim
+        def within_budget(claim):
+            claim.require(sql.SQL("(job.payload ->> 'size')::int <= {}").format(free()))
+        """
+        self._hooks.before_claim.append(hook)
+        return hook
+
+    def before_job(self, hook: BeforeJob) -> BeforeJob:
+        """Call a function, async or plain, with every job before its handler; if it fails, that is a warning."""
+        self._hooks.before_job.append(hook)
+        return hook
+
+    def after_job(self, hook: AfterJob) -> AfterJob:
+        """Call a function, async or plain, with every job after its handler, and with the error if it failed."""
+        self._hooks.after_job.append(hook)
+        return hook
+
     def subscribe(self, subscriber: Subscriber) -> Subscriber:
         """Let a function see what happens in workers of this app; see `shiftwork.events`."""
         self._subscribers.append(subscriber)
@@ -527,6 +549,7 @@ class App(Surroundings):
             self._tasks,
             begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
             limits=_limits(self._max_running, self._queue_limits, self._tasks.values()),
+            hooks=self._hooks,
             middleware=self._middleware,
             subscribers=[Telling(), *self._subscribers],
             revive=client.revive,

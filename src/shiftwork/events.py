@@ -216,6 +216,29 @@ class DatabaseBack(Event, frozen=True):
     part: str
 
 
+class HookRan(Event, frozen=True):
+    """A hook before or after a job has run."""
+
+    hook: str
+    job: int
+    task: str
+    queue: str
+    attempt: int
+    seconds: float
+    error: str | None = None
+    """Why it failed, if it did."""
+
+
+class ClaimHookFailed(Event, frozen=True):
+    """A hook before a claim fails, or what it requires cannot be asked; nothing is claimed for a while."""
+
+    error: str
+
+
+class ClaimHookBack(Event, frozen=True):
+    """It does not any more."""
+
+
 class PauseEnded(Event, frozen=True):
     """The time of a pause was over, and nobody had resumed: of a queue, a task, a worker or all."""
 

@@ -130,6 +130,15 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
         case events.DatabaseBack(part):
             return logging.INFO, f"{part} goes on"
+        case events.HookRan(hook, job, task, queue, attempt, seconds, error):
+            said = f"job {job} {task} (queue {queue}, attempt {attempt}): {hook} "
+            if error is None:
+                return logging.DEBUG, f"{said}took {_took(seconds)}"
+            return logging.WARNING, f"{said}failed, and the job goes on: {error}"
+        case events.ClaimHookFailed(error):
+            return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
+        case events.ClaimHookBack():
+            return logging.INFO, "before_claim succeeds again"
         case events.PauseEnded(kind, name, reason):
             what = "everything" if kind == "all" else f"{kind} {name}"
             told = f" (paused for: {reason})" if reason else ""

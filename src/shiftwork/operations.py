@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import itemgetter
+from typing import Self
 
 import msgspec
 
@@ -244,6 +245,14 @@ class Claimed:
     resumed: Sequence[tuple[str, str, str]] = ()
     """Pauses whose time was over: kind, name and reason."""
 
+    skipped: bool = False
+    """Whether it was not even asked for."""
+
+    @classmethod
+    def nothing(cls, worker: int, number: int, seconds: float) -> Self:
+        """No claim was made; the next is due in so many seconds."""
+        return cls(worker, [], 0, number, 0, more=False, next_due_in=seconds, skipped=True)
+
     @property
     def jobs(self) -> list[Job]:
         """What was taken, as jobs."""
@@ -319,8 +328,13 @@ def claim(
     start: int | None = None,
     tasks: Collection[str] | None = None,
     but: Collection[str] = (),
+    conditions: Sequence[str] = (),
+    most: Mapping[str, int] | None = None,
 ) -> Plan[Claimed]:
-    """Claim jobs from queues in their order, each up to so many; the first `start` of them begin at once."""
+    """Claim jobs from queues in their order, each up to so many; the first `start` of them begin at once.
+
+    `conditions` on jobs are SQL, and `most` says how many of a task.
+    """
     cursor = Cursor() if cursor is None else cursor
     began = time.monotonic()
     request = {"worker": worker, "want": want, **cursor.wish(queues, began)}
@@ -330,6 +344,10 @@ def claim(
         request["tasks"] = sorted(tasks)
     if but:
         request["but"] = sorted(but)
+    if conditions:
+        request["conditions"] = conditions
+    if most:
+        request["most"] = most
     *taken, last = yield store.claim(request)
     report = msgspec.json.decode(last[4])
     taken.sort(key=_turn)

@@ -33,12 +33,14 @@ from shiftwork.errors import (
     UnfitArguments,
     UnknownHandler,
 )
-from shiftwork.job import State
+from shiftwork.events import Event
+from shiftwork.job import Job, State
 from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.hooks import Hooks, call
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
@@ -89,6 +91,8 @@ class Attempts:
         transactions: Transactions,
         processes: Processes,
         *,
+        hooks: Hooks,
+        publish: Callable[[Event], None],
         middleware: Sequence[Middleware] = (),
         waits: Callable[[], None],
         closing: Callable[[], bool],
@@ -103,6 +107,9 @@ class Attempts:
         self._settling = settling
         self.transactions = transactions
         self._processes = processes
+        self._hooks = hooks
+        self._hooked = bool(hooks.before_job or hooks.after_job)
+        self._publish = publish
         self._middleware = tuple(middleware)
         self._waits = waits
         self._closing = closing
@@ -125,6 +132,7 @@ class Attempts:
             or task.transaction
             or task.executor != "loop"
             or self._middleware
+            or self._hooked
             or run.stop is not None
         ):
             return self._attempt(run)
@@ -165,7 +173,10 @@ class Attempts:
                 if begun is None:
                     self._began(run)
                     run.began = time.perf_counter()
-                ending = await self._called(run, begun)
+                if self._hooked:
+                    ending = await self._between_hooks(run)
+                else:
+                    ending = await self._called(run, begun)
                 run.took = time.perf_counter() - run.began
                 if run.ended:
                     return  # the worker stopped without waiting for it
@@ -173,6 +184,32 @@ class Attempts:
             ending = Raised(error)
         if (rest := self._ended(run, ending)) is not None:
             await rest
+
+    async def _between_hooks(self, run: Run) -> Fate:
+        """Those before the job, the job, and, whatever came of it, those after."""
+        job = Job.from_claim(run.taken, run.worker, run.claimed_at)
+        failure: str | None = "it was stopped"
+        for hook in self._hooks.before_job:
+            await self._hook(run, "before_job", hook, job)
+        try:
+            run.began = time.perf_counter()
+            ending = await self._called(run, None)
+            failure = _failure(ending)
+            return ending
+        finally:
+            for after in self._hooks.after_job:
+                await self._hook(run, "after_job", after, job, failure)
+
+    async def _hook(self, run: Run, kind: str, hook: Callable[..., Any], *given: object) -> None:
+        """A hook that fails is a warning on the job, and changes nothing."""
+        began, failed = time.perf_counter(), None
+        try:
+            await call(hook, *given)
+        except Exception as error:  # noqa: BLE001  -- it is not ours
+            failed = f"{type(error).__name__}: {error}"
+            self._settling.log(run, "warning", f"{kind} failed: {failed}")
+        taken = time.perf_counter() - began
+        self._publish(events.HookRan(kind, run.id, run.name, run.queue, run.attempt, taken, failed))
 
     def _ended(self, run: Run, ending: Fate) -> Coroutine[Any, Any, None] | None:
         run.ended = True
@@ -453,6 +490,18 @@ def _retry(task: Task) -> Retry:
 
 async def _raise(error: BaseException) -> None:
     raise error
+
+
+def _failure(ending: Fate) -> str | None:
+    """Why an attempt did not succeed, in a line, or None if it did."""
+    match ending:
+        case Raised(error):
+            return f"{type(error).__name__}: {error}"
+        case Written(outcome) if outcome.error is not None:
+            return f"{outcome.error.get('code')}: {outcome.error.get('message')}"
+        case After():
+            return ending.value
+    return None
 
 
 async def _awaited(answer: Awaitable[Any], then: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shiftwork.cursor import Cursor
@@ -46,6 +46,12 @@ class Lane:
     cursor: Cursor = field(default_factory=Cursor)
     more: bool = False
     """Whether the last claim left something behind."""
+
+    passing: bool = False
+    """Whether all that it looked at was passed by."""
+
+    narrowed: Sequence[object] = ()
+    """To what hooks had narrowed it."""
 
     @property
     def most(self) -> int:

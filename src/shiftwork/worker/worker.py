@@ -31,6 +31,7 @@ from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.duties import Duties
+from shiftwork.worker.hooks import Asking, Hooks, Round
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
 from shiftwork.worker.line import Line, Patience, will_pass
@@ -90,6 +91,7 @@ class Worker:
         tasks: Mapping[str, Task],
         *,
         limits: Mapping[str, Any] | None = None,
+        hooks: Hooks | None = None,
         middleware: Sequence[Middleware] = (),
         subscribers: Sequence[Subscriber] = (),
         revive: Callable[[], None] | None = None,
@@ -107,7 +109,7 @@ class Worker:
         self._tasks = tasks
         self._queues = _queues(settings, tasks)
         self._lanes = Lanes(settings, tasks, self._queues)
-        self._limits = limits or {}
+        self._limits, self._hooks = limits or {}, hooks or Hooks()
         self._subscribers = list(subscribers)
         self._middleware = middleware
         self._revive = revive
@@ -126,7 +128,7 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
-        self._paused = self._full = False
+        self._paused = self._skipped = self._full = False
         """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
 
         self._passing = False
@@ -160,6 +162,7 @@ class Worker:
 
     async def run(self) -> bool:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
+        self._asking = Asking(self._hooks.before_claim, self._publish)
         self._tells_beginnings = any(map(_wants_beginnings, self._subscribers))
         self._line = Line(self._settings, self._name, self._revive)
         self._leases = Leases(
@@ -198,6 +201,8 @@ class Worker:
             self._settling,
             self._transactions,
             self._processes,
+            hooks=self._hooks,
+            publish=self._publish,
             middleware=self._middleware,
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
@@ -337,7 +342,7 @@ class Worker:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
         idle, self._hungry, self._quiet = True, False, not self.holding
-        self._due, self._passing, full = None, False, False
+        self._due, self._passing, self._skipped, full = None, False, False, False
         for lane in self._lanes.in_turn():
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
@@ -353,15 +358,18 @@ class Worker:
             claimed = await self._claim(lane, wish)
             if claimed is None:
                 return False
+            if claimed.skipped:
+                self._skipped = True
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             lane.more = claimed.more
             dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
             self._due = min(dues, default=None)
-            self._full = full = full or claimed.full
+            self._full = full = full or claimed.full or bool(lane.narrowed)
             self._hungry = self._hungry or (
                 full and self._slots.free <= 0
             )  # what is limited is not fetched ahead
-            self._passing = self._passing or (claimed.more and not claimed.taken)
+            lane.passing = claimed.more and not claimed.taken
+            self._passing = self._passing or lane.passing
             if lane is self._lanes.together:
                 if not claimed.more:
                     return True
@@ -390,19 +398,35 @@ class Worker:
         if lane.limits:
             want = min(want, free)
         await self._reached("claiming")
+        wished = Round(self.id, wish, lane.tasks, want, self.holding)
+        if self._asking:
+            await self._asking.ask(wished)
+            if wished.skipped is not None:
+                return Claimed.nothing(self.id, self._leases.answered, wished.skipped)
+            if lane.narrowed != wished.narrowed and not lane.passing:
+                lane.cursor.look()
+            lane.narrowed = wished.narrowed
         began = time.perf_counter()
-        claimed = await self._line.perform(
-            operations.claim(
-                self._store,
-                self.id,
-                wish,
-                want,
-                cursor=lane.cursor,
-                start=max(free, 0),
-                tasks=lane.tasks,
-                but=lane.but,
+        try:
+            claimed = await self._line.perform(
+                operations.claim(
+                    self._store,
+                    self.id,
+                    wished.queues,
+                    wished.most,
+                    cursor=lane.cursor,
+                    start=max(free, 0),
+                    tasks=lane.tasks,
+                    but=lane.but,
+                    conditions=wished.conditions,
+                    most=wished.limits,
+                )
             )
-        )
+        except DatabaseError as error:
+            if not wished.conditions or isinstance(error, DatabaseUnavailable) or will_pass(error):
+                raise
+            return Claimed.nothing(self.id, self._leases.answered, self._asking.failed(error))
+        self._asking.worked()
         if self._subscribers:
             tasks = Counter(map(_task_of, claimed.taken))
             self._publish(events.Claimed(tasks, time.perf_counter() - began))
@@ -536,7 +560,7 @@ class Worker:
         if settings.max_jobs is not None and self.jobs >= settings.max_jobs:
             self.stop(f"{self.jobs} jobs were to be run")
         elif (
-            settings.stop_when_idle and idle and self._quiet
+            settings.stop_when_idle and idle and self._quiet and not self._skipped
         ):  # else what has just ended may have left more to do
             if self._sure:
                 self.stop("nothing is left to do")

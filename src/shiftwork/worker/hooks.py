@@ -1,0 +1,164 @@
+"""What a program wants to be asked before a claim, and to be told before and after a job.
+
+A hook before a claim may leave the round out, or narrow it: by conditions on jobs, and by how many it may take. If it
+fails, nothing is claimed for a while, and that is said once. Hooks around a job change nothing: their errors are
+warnings on the job, and those that come after it always run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from psycopg import sql
+
+from shiftwork import events
+from shiftwork.errors import InvalidArgument
+from shiftwork.events import Event
+from shiftwork.job import Job
+from shiftwork.worker.line import Patience
+from shiftwork.worker.run import Run
+
+AGAIN = 5.0
+"""Seconds until a hook is asked again that has left a round out, unless it says otherwise."""
+
+PATIENCE = (1.0, 60.0)
+"""Seconds for which nothing is claimed after a hook has failed, at first and at most."""
+
+
+class Round:
+    """A claim that is about to be made.
+
+    @app.before_claim
+    def by_night(claim):
+        if not is_night():
+            claim.skip(timedelta(minutes=1))
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        queues: Mapping[str, int | None],
+        tasks: Iterable[str] | None,
+        most: int,
+        holding: Mapping[int, Run],
+    ) -> None:
+        self.worker = worker
+        self.queues = dict(queues)
+        """The queues that are looked through, each with how many it may have at most, None for any number."""
+
+        self.tasks = None if tasks is None else frozenset(tasks)
+        """The tasks that are looked for, None for all."""
+
+        self.most = most
+        """How many jobs are claimed at most."""
+
+        self.limits: dict[str, int] = {}
+        """How many of a task at most."""
+
+        self.conditions: list[str] = []
+        self.skipped: float | None = None
+        """Seconds for which nothing is to be claimed."""
+
+        self._holding = holding
+
+    @property
+    def holding(self) -> list[Job]:
+        """Jobs that this worker has claimed and that have not ended: what they take up is not free."""
+        runs = [run for run in self._holding.values() if not run.ended]
+        return [Job.from_claim(run.taken, run.worker, run.claimed_at) for run in runs]
+
+    def skip(self, lasting: timedelta | None = None) -> None:
+        """Claim nothing now; ask again after a while, or when there is news."""
+        self.skipped = AGAIN if lasting is None else max(lasting.total_seconds(), 0.01)
+
+    def require(self, condition: sql.Composable) -> None:
+        """Pass by jobs for which this does not hold: SQL over the columns of `job`, with its values as literals.
+
+        claim.require(sql.SQL("(job.payload ->> 'size')::int <= {}").format(free))
+        """
+        if not isinstance(condition, sql.Composable):
+            raise InvalidArgument(
+                f"a condition is psycopg.sql.SQL(…), with values put in by .format(…), and not {condition!r}"
+            )
+        self.conditions.append(condition.as_string(None))
+
+    def limit(self, most: int, *, queue: str | None = None, task: str | None = None) -> None:
+        """Take at most so many: of a queue, of a task, or in all."""
+        most = max(most, 0)
+        if queue is not None and task is not None:
+            raise InvalidArgument("a limit is for a queue, for a task or for the whole round")
+        if task is not None:
+            self.limits[task] = min(most, self.limits.get(task, most))
+        elif queue is None:
+            self.most = min(self.most, most)
+        elif queue in self.queues:
+            former = self.queues[queue]
+            self.queues[queue] = most if former is None else min(most, former)
+
+    @property
+    def narrowed(self) -> Sequence[object]:
+        """What it is narrowed to; where that changes, what was passed by is looked at again."""
+        return (*self.conditions, *sorted(self.limits.items()))
+
+
+BeforeClaim = Callable[[Round], Awaitable[None] | None]
+BeforeJob = Callable[[Job], Awaitable[None] | None]
+AfterJob = Callable[[Job, str | None], Awaitable[None] | None]
+
+
+@dataclass
+class Hooks:
+    """The hooks of a program, each kind in the order in which they were declared."""
+
+    before_claim: list[BeforeClaim] = field(default_factory=list)
+    before_job: list[BeforeJob] = field(default_factory=list)
+    after_job: list[AfterJob] = field(default_factory=list)
+
+
+async def call(hook: Callable[..., Any], *given: object) -> None:
+    """Call a hook, plain or async."""
+    answer = hook(*given)
+    if inspect.isawaitable(answer):
+        await answer
+
+
+class Asking:
+    """Asks the hooks before every claim; of one that fails it tells once, and waits longer each time."""
+
+    def __init__(self, hooks: Sequence[BeforeClaim], publish: Callable[[Event], None]) -> None:
+        self._hooks = tuple(hooks)
+        self._publish = publish
+        self._patience = Patience(*PATIENCE)
+        self._failing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    async def ask(self, wished: Round) -> None:
+        """Let the hooks narrow a claim, or leave it out; one that fails leaves it out."""
+        try:
+            for hook in self._hooks:
+                await call(hook, wished)
+        except Exception as error:  # noqa: BLE001  -- it is not ours
+            wished.skipped = self.failed(error)
+        wished.queues = {name: most for name, most in wished.queues.items() if most is None or most > 0}
+        if wished.skipped is None and (wished.most <= 0 or not wished.queues):
+            wished.skip()
+
+    def failed(self, error: Exception) -> float:
+        """A hook has, or what it requires cannot be asked; says how long to wait."""
+        if not self._failing:
+            self._failing = True
+            self._publish(events.ClaimHookFailed(f"{type(error).__name__}: {error}"))
+        return self._patience()
+
+    def worked(self) -> None:
+        """A claim was made as the hooks wanted it."""
+        if self._failing:
+            self._failing = False
+            self._patience.reset()
+            self._publish(events.ClaimHookBack())

@@ -1,0 +1,284 @@
+"""Hooks: asked before a claim, told before and after a job; and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+from psycopg import sql
+
+from shiftwork import App, Job
+from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookRan, JobBegan, JobEnded
+from shiftwork.worker.hooks import Round
+from tests.harness import Protocol
+from tests.workshop import Latch, Workshop
+
+SIZE = sql.SQL("(job.payload ->> 'size')::int <= {}")
+
+
+@pytest.fixture
+def app(dsn: str) -> App:
+    return App(dsn)
+
+
+async def test_a_budget_passes_by_what_is_too_large_and_never_spends_more_than_it_has(app: App) -> None:
+    # spec: SG-4, SG-2
+    budget, spent, most = 10, 0, 0
+    latch = Latch()
+
+    @app.task
+    async def work(size: int) -> None:
+        nonlocal spent, most
+        spent += size
+        most = max(most, spent)
+        await latch.hold()
+        spent -= size
+
+    @app.before_claim
+    def within_budget(claim: Round) -> None:
+        free = budget - sum(job.payload["size"] for job in claim.holding)
+        claim.require(SIZE.format(free))
+        claim.limit(1)
+
+    large = [await work.aenqueue(7) for _ in range(3)]
+    small = [await work.aenqueue(3) for _ in range(4)]
+    async with app, Workshop(app, concurrency=10) as shop:
+        await latch.reached(
+            2
+        )  # a large one, and the first small one, although two large ones stand before it
+        await shop.asleep()
+        assert [event.job for event in shop.seen(JobBegan)] == [large[0].id, small[0].id]
+        latch.release()
+        await shop.ended(*large, *small)
+    assert most == budget
+
+
+async def test_what_is_passed_by_does_not_hide_what_lies_far_behind_it(app: App, protocol: Protocol) -> None:
+    # spec: SG-4
+    @app.task
+    async def work(size: int) -> None: ...
+
+    @app.before_claim
+    async def small(claim: Round) -> None:
+        claim.require(SIZE.format(5))
+
+    protocol.enqueue_many({"task": "work", "payload": {"size": 9}} for _ in range(2500))
+    job = await work.aenqueue(1)
+    async with app, Workshop(app) as shop:
+        await shop.ended(job)
+        assert len(shop.seen(JobEnded)) == 1
+
+
+async def test_a_hook_may_leave_rounds_out_and_is_asked_again(app: App) -> None:
+    # spec: SG-2
+    open_, asked = False, 0
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    def by_day(claim: Round) -> None:
+        nonlocal asked
+        asked += 1
+        if not open_:
+            claim.skip(timedelta(milliseconds=50))
+
+    job = await work.aenqueue()
+    async with app, Workshop(app) as shop:
+        await shop.found(lambda: _true(asked > 4))
+        assert (await shop.job(job)).state == "ready"
+        open_ = True
+        await shop.ended(job)
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def test_conditions_are_joined_each_by_itself_and_limits_hold_for_queue_task_and_round(
+    app: App, protocol: Protocol
+) -> None:
+    # spec: SG-2
+    @app.task(queue="a")
+    async def work(size: int) -> None: ...
+
+    @app.task(queue="b")
+    async def other(size: int) -> None: ...
+
+    asked: list[Round] = []
+
+    @app.before_claim
+    def narrow(claim: Round) -> None:
+        asked.append(claim)
+        claim.require(sql.SQL("job.priority = 0 or job.priority = 1"))
+        claim.require(sql.SQL("tags = {}").format(sql.Literal(["yes"])))
+
+    both = [
+        work.using(tags=["yes"]),
+        work.using(priority=1, tags=["yes"]),
+        work.using(priority=2, tags=["yes"]),
+    ]
+    jobs = [await one.aenqueue(1) for one in (*both, work.using(tags=["no"]), other.using(tags=["yes"]))]
+    async with app, Workshop(app) as shop:
+        await shop.ended(jobs[0], jobs[1], jobs[4])
+        await shop.asleep()
+        assert [(await shop.job(job)).state for job in jobs[2:4]] == ["ready", "ready"]
+        assert asked[0].queues == {"a": None, "b": None, "default": None}
+        assert asked[0].tasks == frozenset({"work", "other"})
+    worker = protocol.register()
+    protocol.enqueue_many({"task": task, "queue": "c"} for _ in range(5) for task in ("x", "y"))
+    claimed = protocol.claim(worker, {"queue": "c", "want": 6}, most={"x": 2}).jobs
+    assert sorted(job["task"] for job in claimed) == ["x", "x", "y", "y", "y", "y"]
+
+
+async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(app: App) -> None:
+    # spec: D-29, SG-2
+    failing, asked = True, 0
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    def broken(claim: Round) -> None:
+        nonlocal asked
+        asked += 1
+        if failing:
+            raise RuntimeError("no figures")
+
+    job = await work.aenqueue()
+    async with app, Workshop(app) as shop:
+        await shop.event(ClaimHookFailed, error="RuntimeError: no figures")
+        for _ in range(3):
+            await work.aenqueue()  # wakes it
+            seen = asked
+            await shop.found(lambda seen=seen: _true(asked > seen))  # type: ignore[misc]
+        assert (await shop.job(job)).state == "ready"
+        failing = False
+        await work.aenqueue()
+        await shop.ended(job)
+        await shop.event(ClaimHookBack)
+        assert len(shop.seen(ClaimHookFailed)) == 1
+
+
+@pytest.mark.parametrize("condition", ["no SQL at all", sql.SQL("no_such_column > 1"), sql.SQL("true) or (")])
+async def test_a_condition_that_cannot_be_asked_is_an_error_of_the_hook(app: App, condition: Any) -> None:
+    # spec: SG-2, D-29
+    failing = True
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    def wrong(claim: Round) -> None:
+        if failing:
+            claim.require(condition)
+
+    job = await work.aenqueue()
+    async with app, Workshop(app) as shop:
+        await shop.event(ClaimHookFailed)
+        await shop.asleep()
+        assert (await shop.job(job)).state == "ready"
+        failing = False
+        await work.aenqueue()
+        await shop.ended(job)
+
+
+async def test_hooks_run_before_and_after_every_job_whatever_comes_of_it(app: App) -> None:
+    # spec: SG-3, SG-36, D-29
+    told: list[object] = []
+
+    @app.task
+    async def good() -> str:
+        told.append("good")
+        return "good"
+
+    @app.task
+    def bad() -> None:
+        told.append("bad")
+        raise LookupError("gone")
+
+    @app.before_job
+    async def before(job: Job) -> None:
+        await asyncio.sleep(0)
+        told.append(("before", job.task))
+
+    @app.after_job
+    def after(job: Job, failure: str | None) -> None:
+        told.append(("after", job.task, failure))
+
+    async with app, Workshop(app, concurrency=1) as shop:
+        jobs = [await good.aenqueue(), await bad.using(max_attempts=1).aenqueue()]
+        await shop.ended(*jobs)
+        assert told == [
+            *(("before", "good"), "good", ("after", "good", None)),
+            *(("before", "bad"), "bad", ("after", "bad", "LookupError: gone")),
+        ]
+        ran = shop.seen(HookRan)
+        assert [(event.hook, event.task, event.error) for event in ran] == [
+            ("before_job", "good", None),
+            ("after_job", "good", None),
+            ("before_job", "bad", None),
+            ("after_job", "bad", None),
+        ]
+        assert all(event.seconds >= 0 for event in ran)
+
+
+async def test_an_error_of_a_hook_around_a_job_is_a_warning_on_it(app: App) -> None:
+    # spec: D-29
+    @app.task
+    async def work() -> int:
+        return 42
+
+    @app.before_job
+    def before(job: Job) -> None:
+        raise RuntimeError("not ready")
+
+    @app.after_job
+    async def after(job: Job, failure: str | None) -> None:
+        raise RuntimeError("too late")
+
+    async with app, Workshop(app) as shop:
+        job = await work.aenqueue()
+        await shop.ended(job, state="completed")
+        assert await job.aresult(timeout=5) == 42
+        await shop.found(lambda: _logged(shop, job.id, 2))
+        lines = await shop.rows(
+            "select level, message from shiftwork.logs where job = %s order by id", job.id
+        )
+        assert [tuple(line.values()) for line in lines] == [
+            ("warning", "before_job failed: RuntimeError: not ready"),
+            ("warning", "after_job failed: RuntimeError: too late"),
+        ]
+        assert [event.error for event in shop.seen(HookRan)] == [
+            "RuntimeError: not ready",
+            "RuntimeError: too late",
+        ]
+
+
+async def _logged(shop: Workshop, job: int, many: int) -> bool:
+    count = await shop.value("select count(*) from shiftwork.logs where job = %s", job)
+    return cast("int", count) >= many
+
+
+async def test_what_comes_after_a_job_runs_although_it_was_cancelled(app: App) -> None:
+    # spec: SG-3, D-29
+    latch = Latch()
+    told: list[str | None] = []
+
+    @app.task
+    async def work() -> None:
+        await latch.hold()
+
+    @app.after_job
+    def after(job: Job, failure: str | None) -> None:
+        told.append(failure)
+
+    async with app, Workshop(app) as shop:
+        job = await work.aenqueue()
+        await latch.reached()
+        await job.acancel()
+        await shop.ended(job, state="cancelled")
+        assert len(told) == 1
+        assert told[0] is not None
