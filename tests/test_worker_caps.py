@@ -185,6 +185,19 @@ def test_a_pause_waits_for_claims_that_are_under_way(dsn: str, protocol: Protoco
     assert protocol.claim(worker).report["paused"] is True
 
 
+def test_a_pause_or_limit_that_is_not_committed_holds_up_no_claim_for_longer_than_itself(
+    dsn: str, protocol: Protocol
+) -> None:
+    job, worker = protocol.enqueue(), protocol.register()
+    for made in ("pause(queue => 'other')", "limit_running(5, queue => 'other')"):
+        with psycopg.connect(dsn) as other:
+            Protocol(other).rows(f"select {{}}.{made}")  # by somebody who has gone for lunch
+            report = protocol.claim(worker).report
+            assert (report["taken"], report["more"], report["next_due_in"]) == (0, False, 0)
+            other.rollback()
+    assert [one["id"] for one in protocol.claim(worker).jobs] == [job]
+
+
 def test_limits_are_set_shown_and_lifted_on_the_command_line(dsn: str, protocol: Protocol) -> None:
     # spec: HO-16
     assert run(dsn, "queues", "limit", "mail", "5").output == "queue mail runs at most 5 at once.\n"

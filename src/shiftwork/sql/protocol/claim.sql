@@ -27,7 +27,8 @@ create or replace function shiftwork.claim(request jsonb) returns setof shiftwor
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
-  turn constant text := pg_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));   -- limits and pauses wait for us
+  -- Limits and pauses wait until no claim is under way. Claims do not wait for them: who makes one may take his time to commit.
+  turn constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));
   present constant timestamptz := shiftwork.clock();
   last_priority constant bigint := coalesce((request ->> 'max_priority')::bigint, 2147483647);
   asked record;
@@ -95,11 +96,12 @@ begin
       ended := shiftwork.end_pauses();
     end if;
   end if;
-  if paused then
+  if paused or not turn then
     report.payload := jsonb_strip_nulls(jsonb_build_object(
       'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
-      'paused', true, 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
-      (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause where pause.until > present)));
+      'paused', nullif(paused, false), 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
+      case when turn then (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause
+                            where pause.until > present) else 0 end));
     return next report;
     return;
   end if;
@@ -241,8 +243,13 @@ begin
         exit;
       end if;
 
-      -- Short. What is left is held by others or not for us; where the looking ended, it need not be looked at again. What
-      -- was just taken is not ready any more, and was among the rows examined.
+      -- Short. What is left, if anything is, is held by others or not for us; where the looking ended, it need not be looked at
+      -- again. What was just taken is not ready any more, and was among the rows examined.
+      perform from shiftwork.jobs as ahead
+        where ahead.state = 'ready' and ahead.queue = range.queue
+          and (ahead.priority, ahead.run_at, ahead.id) > (range.priority, range.run_at, range.id)
+          and ahead.priority < range.until_priority limit 1;
+      exit when not found;
       select jsonb_object_agg(last.priority, jsonb_build_array((extract(epoch from last.run_at) * 1000000)::bigint, last.id)),
              coalesce(sum(last.many), 0)
         into ends, examined
