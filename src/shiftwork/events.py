@@ -336,6 +336,13 @@ class WorkerProcessEnded(Event, frozen=True):
     expected: bool
 
 
+class WorkerProcessRefused(Event, frozen=True):
+    """A supervisor could not start a worker process."""
+
+    process: int
+    error: str
+
+
 class WorkerProcessStuck(Event, frozen=True):
     """A worker process does not do what it should, and is killed."""
 

@@ -190,6 +190,8 @@ def _other_words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0
         case events.WorkerProcessEnded(process, pid, code, expected):
             how = f"was killed by {_signal(-code)}" if code < 0 else f"has ended with exit code {code}"
             return logging.INFO if expected else logging.ERROR, f"worker process {process} (pid {pid}) {how}"
+        case events.WorkerProcessRefused(process, error):
+            return logging.ERROR, f"worker process {process} cannot be started: {error}"
         case events.WorkerProcessStuck(process, pid, why):
             return logging.ERROR, f"worker process {process} (pid {pid}) is killed: {why}"
         case events.Renewing(processes, why):

@@ -101,12 +101,16 @@ class Place:
         """Start a process here."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(  # noqa: S603  -- the command that this process was started with
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**environment, PROCESS: str(self.number), LINE: str(theirs.fileno())},
-            )
+            try:
+                self.process = subprocess.Popen(  # noqa: S603  -- the command that this process was started with
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**environment, PROCESS: str(self.number), LINE: str(theirs.fileno())},
+                )
+            except OSError:
+                ours.close()
+                raise
         ours.setblocking(False)
         self.line, self.unread = ours, b""
         self.came = self.told = False
@@ -201,7 +205,13 @@ class Supervisor:
     async def _keep(self, place: Place) -> None:
         while not self._ordered:
             changed = self._changed
-            place.start(self._command, self._environment)
+            try:
+                place.start(self._command, self._environment)
+            except OSError as error:  # no memory, or no more processes
+                self._tell(events.WorkerProcessRefused(place.number, str(error)))
+                place.code = 1
+                await self._pause(place)
+                continue
             if place.process is not None and place.line is not None:
                 self._loop.add_reader(place.line, self._hear, place)
                 self._tell(events.WorkerProcessStarted(place.number, place.process.pid))
@@ -362,10 +372,8 @@ class Supervisor:
             self._renew_again = False
             self._tell(events.Renewing(len(self._places), why))
             self._systemd.reloading(f"renews its processes ({why})")
-            error = ""
-            if await self._rehearse() != 0:
-                error = "the app cannot be imported; all goes on as it was"
-            else:
+            error = await self._rehearse()
+            if not error:
                 for place in self._places:
                     if not await self._replace(place, why):
                         error = f"worker process {place.number} does not come up again; the others go on as they were"
@@ -374,14 +382,17 @@ class Supervisor:
                 self._tell(events.Renewed(len(self._places), error))
                 self._systemd.ready(self._status())
 
-    async def _rehearse(self) -> int:
-        """Let a process import the app, and end; gives its exit code."""
+    async def _rehearse(self) -> str:
+        """Let a process import the app, and end; gives what went wrong."""
         ended: asyncio.Future[int] = self._loop.create_future()
         environment = {**self._environment, REHEARSAL: "1"}
-        process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603, ASYNC220
+        try:
+            process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=environment)  # noqa: S603, ASYNC220
+        except OSError as error:
+            return f"no process can be started ({error}); all goes on as it was"
         self._rehearsal = process, ended
         try:
-            return await ended
+            return "" if await ended == 0 else "the app cannot be imported; all goes on as it was"
         finally:
             self._rehearsal = None
 
