@@ -46,7 +46,7 @@ format: $(READY) ## format and mend what can be mended
 bench: $(READY) ## measure, as ratios within one run
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(READY) ## kill workers while they work, and account for every job; about three minutes
+chaos: $(READY) ## do harm to workers, lines and the server, and account for every job; five to ten minutes
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
 caps: $(READY) ## limits of the cluster under eight processes: never exceeded, and used; about a minute

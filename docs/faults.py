@@ -55,7 +55,14 @@ WORDS = {
     "F40": "hostile data",
 }
 
-LANES: dict[str, str] = {}
+LANES = {
+    "F1": "kill",
+    "F2": "kill a child",
+    "F4": "stop",
+    "F7": "terminate",
+    "F10": "restart",
+    "F11": "cut",
+}
 """Which lane of `make chaos` makes a fault; the names are those of tests/chaos.py."""
 
 
@@ -95,9 +102,11 @@ def page(found: dict[str, list[str]]) -> str:
 def wrong(found: dict[str, list[str]]) -> list[str]:
     """Faults that the page has and nobody shows, or that tests name and the page has not."""
     said = PAGE.read_text("utf-8") if PAGE.exists() else ""
+    chaos = (rows.ROOT / "tests" / "chaos.py").read_text("utf-8")
     every = {place for places in found.values() for place in places}
     return [
         *(f"{fault} is shown by nothing" for fault in WORDS if fault not in found and fault not in LANES),
+        *(f"tests/chaos.py has no lane {lane!r}" for lane in LANES.values() if f'"{lane}":' not in chaos),
         *(f"{fault} has no words in docs/faults.py" for fault in found if fault not in WORDS),
         *(f"docs/faults.md has no line for {fault}" for fault in WORDS if f"\n| {fault} | " not in said),
         *(

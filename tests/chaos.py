@@ -1,223 +1,524 @@
-"""Workers killed with -9 while they work, and an account of every job afterwards.
+"""Everything at once: workers and their children killed and stopped, the server crashed, sessions ended, lines cut in the middle of
+what is said on them, while producers enqueue; and an account of every job afterwards.
 
-    make chaos          40 kills of 4 processes over 4,000 transactional and 2,000 plain jobs, with a lease of 2 s
+    make chaos          20,000 jobs, 5 producers, 6 worker processes; five minutes and more
 
-Every step of every job is noted by a trigger, with the database's clock, so what is said in the end is what happened there:
-each transactional effect exactly once, each plain one at least once, one ending for each job, attempts that only rise, nothing
-left running, and every job that lost its worker running again in time.
+Each way of doing harm is a lane, with a thread of its own. What producers were told, what handlers wrote and what triggers noted in
+the database is then given to the judge, tests/checker.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, LiteralString
+from typing import Any, LiteralString, Self
 
 import psycopg
 
-from shiftwork import embedded
-from shiftwork.migrate import migrate
-from tests.crew import Crew, jobs
+from shiftwork import App
+from shiftwork.errors import DatabaseError, DatabaseUnavailable
+from tests.chaos_app import PLAIN, TRANSACTIONAL
+from tests.checker import Act, History, Loss, Sent, Step, Verdict, check
+from tests.station import Station
+from tests.wire import Wire
 
-STEPS = """
+TABLES = """
+create table public.effects (number int not null, job bigint not null, attempt int not null);
 create table public.steps (
-  job bigint, attempt int, worker bigint, state text, at timestamptz not null default clock_timestamp());
+  n bigint generated always as identity, job bigint, attempt int, worker bigint, state text,
+  at timestamptz not null default clock_timestamp());
 create function public.note_step() returns trigger language plpgsql as $$
 begin
   insert into public.steps (job, attempt, worker, state) values (new.id, new.attempt, new.worker, new.state::text);
   return null;
 end $$;
+create trigger note_beginning after insert on shiftwork.jobs for each row execute function public.note_step();
 create trigger note_step after update of state on shiftwork.jobs for each row
   when (old.state is distinct from new.state or old.worker is distinct from new.worker) execute function public.note_step();
 create trigger note_end after insert on shiftwork.history for each row execute function public.note_step();
-create table public.kills (worker bigint, at timestamptz not null default clock_timestamp());
 """
 
-RECOVERIES = """
-select extract(epoch from again.at - lost.at)::float as seconds
-  from public.kills as killed
-  join public.steps as held on held.worker = killed.worker and held.state = 'running'
-  cross join lateral (select greatest(killed.at, held.at) as at) as lost
-  cross join lateral (
-    select step.state, step.at from public.steps as step
-     where step.job = held.job and step.attempt >= held.attempt and step.at > held.at order by step.at limit 1) as next
-  join lateral (
-    select step.at from public.steps as step
-     where step.job = held.job and step.attempt > held.attempt and step.state = 'running' order by step.at limit 1) as again
-    on true
- where next.state = 'ready'
- order by 1
-"""
+COMMAND = (
+    "-c",
+    "from shiftwork.cli import main; main()",
+    "worker",
+    "tests.chaos_app:app",
+    "--log-level",
+    "error",
+)
+SAID = {
+    "claim": ".claim(",
+    "settle": ".settle(",
+    "enqueue": ".enqueue",
+    "commit": ".conclude(",
+    "renew": ".heartbeat(",
+}
+"""What is cut, and the words it is known by; a transactional job's commit goes with its conclusion."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; the seconds are those in which producers send and harm is done."""
+
+    jobs: int = 20_000
+    producers: int = 5
+    workers: int = 6
+    seconds: float = 300
+    kills: int = 60
+    children: int = 50
+    stops: int = 24
+    restarts: int = 6
+    terminations: int = 120
+    cuts: int = 240
+    lease: float = 2.0
+    poll: float = 2.0
+    slack: float = 1.0
+
+    @property
+    def bound(self) -> float:
+        """Seconds until a job that was lost runs again: a lease, a third of it until others look, a poll, and some."""
+        return self.lease + self.lease / 3 + self.poll + self.slack
 
 
 @dataclass
 class Account:
-    """What came of it."""
+    """What was done, and what came of it."""
 
-    kills: int
-    jobs: int
-    seconds: float
-    bound: float
-    recoveries: list[float]
-    """Seconds from a kill until each job that it cost its worker ran again."""
-
-    twice: int
+    size: Size
+    seed: int
+    verdict: Verdict = field(default_factory=Verdict)
+    did: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    again: int = 0
     """Plain effects that happened more than once, as they may."""
 
     violations: list[str] = field(default_factory=list)
 
     def told(self) -> str:
         """For people."""
-        found = self.recoveries
+        found, kinds = self.verdict.recoveries, self.verdict.kinds
         median = f"{found[len(found) // 2]:.2f}" if found else "-"
         slowest = f"{found[-1]:.2f}" if found else "-"
+        harm = ", ".join(f"{what} {many}" for what, many in sorted(self.did.items()))
         lines = [
-            f"{self.jobs:,} jobs, {self.kills} kills, {self.seconds:.0f} s",
-            f"{len(found)} jobs lost their worker and ran again: after {median} s at the median, {slowest} s at most; "
-            f"{self.bound:.2f} s are allowed",
-            f"{self.twice} plain effects happened more than once, as they may",
-            *(f"VIOLATION: {one}" for one in self.violations),
+            f"seed {self.seed}: {sum(self.answers.values()):,} jobs sent in {self.seconds:.0f} s: "
+            + ", ".join(f"{many:,} {answer}" for answer, many in sorted(self.answers.items())),
+            f"done to them: {harm}",
+            f"{len(found)} attempts lost who ran them; their jobs ran again after {median} s at the median, {slowest} s at most; "
+            f"{self.size.bound:.2f} s are allowed",
+            f"{self.again} plain effects happened more than once, as they may",
+            ", ".join(f"{kind} {len(many)}" for kind, many in kinds.items()),
+            *(f"VIOLATION: {one}" for one in self.violations[:50]),
         ]
-        return "\n".join(lines or ["all is well"])
+        return "\n".join(lines)
 
 
-def unleash(
-    crew: Crew,
-    *,
-    processes: int = 4,
-    kills: int,
-    transactional: int,
-    plain: int,
-    lease: float,
-    poll: float,
-    seed: int,
-    say: Any = lambda _: None,
-) -> Account:
-    """Let workers run jobs, kill one after the other, and say what came of it."""
-    dice = random.Random(seed)
-    connection, protocol = crew.connection, crew.protocol
-    connection.execute(STEPS)
-    numbers = {"transfer": transactional // 2, "transfer_blocking": transactional - transactional // 2}
-    numbers |= {"note": plain // 2, "note_blocking": plain - plain // 2}
-    first = 0
-    for task, many in numbers.items():
-        connection.execute("select count(*) from shiftwork.enqueue_many(%s)", (jobs(task, many, first),))
-        first += many
-    total = transactional + plain
-    connection.execute("update shiftwork.jobs set priority = id * 7919 % 1000")  # all kinds at all times
-    settings: Any = {"lease": f"{lease}s", "poll": f"{poll}s", "concurrency": 10, "transactions": 5}
-    began = time.monotonic()
-    crewmen = [crew.hire(**settings) for _ in range(processes)]
-    for turn in range(kills):
-        goal = total * (turn + 1) // (kills + 2)
-        crew.until("select count(*) >= %s from shiftwork.history", goal)
-        busy = (
-            "select array_agg(distinct worker.pid) from shiftwork.workers as worker join shiftwork.jobs as job"
-            " on job.worker = worker.id and job.state = 'running' where worker.pid = any(%s)"
+class Havoc:
+    """One run."""
+
+    def __init__(self, size: Size, seed: int) -> None:
+        self.size = size
+        self.dice = random.Random(seed)
+        self.account = Account(size, seed)
+        self.sent: list[Sent] = []
+        self.outages: list[tuple[float, float]] = []
+        self.gone: list[tuple[int, float]] = []
+        """Processes that were killed or stopped, and when."""
+
+        self.crew: list[subprocess.Popen[bytes]] = []
+        self.codes: list[int] = []
+        self._numbers = iter(range(size.jobs))
+        self._guard = threading.Lock()
+        self._over = threading.Event()
+        self._folder = Path(tempfile.mkdtemp(prefix="shiftwork-chaos-"))
+        self._folder.chmod(0o777)
+        self.log = self._folder / "acts.log"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.crew:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self) -> Account:
+        with (
+            Station(fsync=True, options={"max_connections": "400"}) as self.station,
+            Wire(self.station.dsn) as self.wire,
+        ):
+            with psycopg.connect(self.station.dsn, autocommit=True) as connection:
+                connection.execute(TABLES)
+            began = time.monotonic()
+            for _ in range(self.size.workers):
+                self._hire()
+            lanes = {
+                "kill": (self.kill, self.size.kills),
+                "kill a child": (self.kill_child, self.size.children),
+                "stop": (self.stop, self.size.stops),
+                "restart": (self.restart, self.size.restarts),
+                "terminate": (self.terminate, self.size.terminations),
+                "cut": (self.cut, self.size.cuts),
+            }
+            threads = [
+                *(threading.Thread(target=self._produce, args=(n,)) for n in range(self.size.producers)),
+                *(threading.Thread(target=self._lane, args=(name, *lane)) for name, lane in lanes.items()),
+            ]
+            for thread in threads:
+                thread.start()
+            watch = threading.Thread(target=self._watch)
+            watch.start()
+            for thread in threads:
+                thread.join()
+            self._over.set()
+            watch.join()
+            self._drain()
+            self.account.seconds = time.monotonic() - began
+            self._dismiss()
+            return self._judge()
+
+    # Workers and producers.
+
+    def _watch(self) -> None:
+        """Who ends by itself is replaced, and told of: nobody has a reason to."""
+        while not self._over.wait(0.2):
+            with self._guard:
+                dead = [process for process in self.crew if process.poll() is not None]
+                self.crew = [process for process in self.crew if process not in dead]
+                self.account.violations += [
+                    f"a worker ended by itself, with {one.returncode}" for one in dead
+                ]
+            for _ in dead:
+                self._hire()
+
+    def _hire(self) -> None:
+        size = self.size
+        given = {
+            "lease": f"{size.lease}s",
+            "poll": f"{size.poll}s",
+            "concurrency": 10,
+            "transactions": 3,
+            "process_slots": 1,
+            "reconnect": "200ms",
+            "reconnect_most": "2s",
+        }
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SHIFTWORK_")}
+        settings = {f"SHIFTWORK_{name.upper()}": str(value) for name, value in given.items()}
+        process = subprocess.Popen(
+            [sys.executable, *COMMAND],
+            env={**clean, **settings, "DATABASE_URL": self.wire.dsn, "CHAOS_LOG": str(self.log)},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        victims = crew.until(busy, [man.pid for man in crewmen])
-        chosen = dice.choice(sorted(victims))
-        victim = next(man for man in crewmen if man.pid == chosen)
-        [row] = connection.execute(
-            "select max(id) as id from shiftwork.workers where pid = %s", (victim.pid,)
+        with self._guard:
+            self.crew.append(process)
+
+    def _produce(self, which: int) -> None:
+        """Send jobs one by one, in three ways, evenly over the time."""
+        dice = random.Random(f"{self.account.seed} {which}")
+        pause = self.size.seconds * self.size.producers / self.size.jobs
+        with App(self.wire.dsn) as app:
+            tasks = {name: app.task(name=name)(_by_name) for name in (*PLAIN, *TRANSACTIONAL)}
+            due = time.monotonic()
+            while (number := self._number()) is not None:
+                due += pause
+                self._over.wait(max(0.0, due - time.monotonic()))
+                transactional = number % 3 == 0
+                task = (
+                    dice.choice(TRANSACTIONAL) if transactional else dice.choice((*PLAIN[:2] * 4, PLAIN[2]))
+                )
+                answer = self._send(app, tasks[task], number, dice)
+                with self._guard:
+                    self.sent.append(Sent(number, answer, transactional))  # type: ignore[arg-type]
+                if answer != "ok":
+                    self._over.wait(0.2)
+
+    def _number(self) -> int | None:
+        with self._guard:
+            return next(self._numbers, None)
+
+    def _send(self, app: App, task: Any, number: int, dice: random.Random) -> str:
+        way = dice.random()
+        if way < 0.2:  # with a key, again and again until it is in
+            sending = task.using(unique=f"number {number}", window=timedelta(hours=1))
+            while True:
+                try:
+                    sending.enqueue(number=number)
+                except DatabaseUnavailable:
+                    self._over.wait(0.2)
+                else:
+                    return "ok"
+        try:
+            if way < 0.3:  # in a transaction of the caller's
+                return self._send_in_transaction(task, number, undone=dice.random() < 0.3)
+            task.enqueue(number=number)
+        except DatabaseUnavailable as error:
+            return "unknown" if error.maybe_committed else "failed"
+        return "ok"
+
+    def _send_in_transaction(self, task: Any, number: int, *, undone: bool) -> str:
+        committing = False
+        try:
+            with psycopg.connect(self.wire.dsn) as connection:
+                task.using(connection=connection).enqueue(number=number)
+                if undone:
+                    connection.rollback()
+                    return "failed"
+                committing = True
+                connection.commit()
+        except (psycopg.Error, DatabaseError):
+            return "unknown" if committing else "failed"
+        return "ok"
+
+    # Lanes.
+
+    def _lane(self, name: str, act: Callable[[], bool], many: int) -> None:
+        """Do this so many times, evenly over the time; what found nobody to do it to is tried again."""
+        dice = random.Random(f"{self.account.seed} {name}")
+        pause = self.size.seconds / (many + 1)
+        deadline = time.monotonic() + self.size.seconds * 1.5
+        done = 0
+        while done < many and time.monotonic() < deadline:
+            time.sleep(pause * dice.uniform(0.5, 1.5))
+            while time.monotonic() < deadline:
+                with suppress(psycopg.Error, ProcessLookupError):
+                    if act():
+                        break
+                time.sleep(0.05)
+            else:
+                break
+            done += 1
+            with self._guard:
+                self.account.did[name] += 1
+
+    @contextmanager
+    def _somebody(self) -> Iterator[subprocess.Popen[bytes] | None]:
+        """A worker that nobody else is doing anything to."""
+        with self._guard:
+            chosen = self.dice.choice(self.crew) if len(self.crew) > self.size.workers // 2 else None
+            if chosen is not None:
+                self.crew.remove(chosen)
+        try:
+            yield chosen
+        finally:
+            if chosen is not None and chosen.poll() is None:
+                with self._guard:
+                    self.crew.append(chosen)
+
+    def kill(self) -> bool:
+        """A worker, with -9; another takes its place."""
+        with self._somebody() as victim:
+            if victim is None or victim.pid not in self._at_work():
+                return False
+            self.gone.append((victim.pid, time.time()))
+            victim.kill()
+            victim.wait()
+        self._hire()
+        return True
+
+    def kill_child(self) -> bool:
+        """A process that runs jobs, with -9."""
+        with self._guard:
+            parents = {process.pid for process in self.crew}
+        if not self.log.exists():
+            return False
+        busy = {int(line.split()[4]) for line in self.log.read_text().splitlines()[-500:]}
+        children = [pid for pid, parent in _processes() if parent in parents and pid in busy]
+        if not children:
+            return False
+        chosen = self.dice.choice(children)
+        self.gone.append((chosen, time.time()))
+        os.kill(chosen, signal.SIGKILL)
+        return True
+
+    def stop(self) -> bool:
+        """A worker, for longer than its lease; then it goes on."""
+        with self._somebody() as victim:
+            if victim is None or victim.pid not in self._at_work():
+                return False
+            self.gone.append((victim.pid, time.time()))
+            victim.send_signal(signal.SIGSTOP)
+            time.sleep(self.size.lease * 1.7)
+            victim.send_signal(signal.SIGCONT)
+        return True
+
+    def restart(self) -> bool:
+        """The server, at once and without a farewell."""
+        gone = time.time()
+        self.station.restart("immediate")
+        self.outages.append((gone, time.time()))
+        return True
+
+    def terminate(self) -> bool:
+        """A session of some worker."""
+        rows = self._ask(
+            "select pg_terminate_backend(pid) from (select pid from pg_stat_activity"
+            " where application_name like 'shiftwork %' and backend_type = 'client backend' order by random() limit 1) as one"
         )
-        connection.execute("insert into public.kills (worker) values (%s)", (row["id"],))
-        victim.kill()
-        victim.wait()
-        say(f"kill {turn + 1} of {kills}: worker {row['id']}, at {goal:,} of {total:,} jobs")
-        crewmen[crewmen.index(victim)] = crew.hire(**settings)
-    crew.until("select not exists (select from shiftwork.jobs)")
-    seconds = time.monotonic() - began
-    for man in crewmen:
-        crew.worker_of(man)  # before that, a signal finds no worker to heed it
-        man.terminate()
-    codes = [man.wait() for man in crewmen]
+        return bool(rows and rows[0][0])
 
-    found = protocol.rows(RECOVERIES)
-    effects = crew.effects("transactional"), crew.effects("plain")
-    bound = lease + lease / 3 + poll + 1
-    account = Account(
-        kills,
-        total,
-        seconds,
-        bound,
-        [row["seconds"] for row in found],
-        sum(n > 1 for n in effects[1].values()),
-    )
-    says = account.violations.append
-    once, at_least = (dict(effects[0]), dict(effects[1]))
-    if missing := [n for n in range(transactional) if n not in once]:
-        says(f"{len(missing)} transactional effects are missing: {missing[:10]}")
-    if doubled := {n: times for n, times in once.items() if times != 1}:
-        says(
-            f"{len(doubled)} transactional effects happened more than once: {dict(list(doubled.items())[:10])}"
+    def cut(self) -> bool:
+        """A line, before something on it is carried, or before its answer is."""
+        what = self.dice.choice(list(SAID))
+        text = SAID[what]
+        before = self.wire.said[text]
+        (self.wire.losing if self.dice.random() < 0.5 else self.wire.cutting)(text)
+        until = time.monotonic() + 5
+        while self.wire.said[text] == before and time.monotonic() < until:
+            time.sleep(0.01)
+        self.wire.losing(text, 0)
+        self.wire.cutting(text, 0)
+        if self.wire.said[text] == before:
+            return False
+        with self._guard:
+            self.account.did[f"cut {what}"] += 1
+        return True
+
+    def _at_work(self) -> set[int]:
+        rows = self._ask(
+            "select distinct worker.pid from shiftwork.workers as worker join shiftwork.jobs as job on job.worker = worker.id"
+            " where job.state = 'running'"
         )
-    if missing := [n for n in range(transactional, total) if n not in at_least]:
-        says(f"{len(missing)} plain effects are missing: {missing[:10]}")
-    for problem, question in CHECKS.items():
-        if rows := protocol.rows(question):
-            says(f"{problem}: {len(rows)}, such as {rows[0]}")
-    ended = protocol.value("select count(*) from {}.history where state = 'completed'")
-    if ended != total:
-        says(f"{ended} of {total} jobs are completed")
-    if slow := [one for one in account.recoveries if one > bound]:
-        says(f"{len(slow)} recoveries took longer than {bound:.2f} s: {slow[-10:]}")
-    if any(codes):
-        says(f"exit codes after TERM: {codes}")
-    return account
+        return {pid for (pid,) in rows}
+
+    def _ask(self, text: LiteralString, *params: object) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.station.dsn, autocommit=True, connect_timeout=5) as connection:
+            return connection.execute(text, params or None).fetchall()
+
+    # The end.
+
+    def _drain(self) -> None:
+        """What is left is done within a minute and a half: there is nothing in the way any more."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and self._ask("select from shiftwork.jobs limit 1"):
+            time.sleep(0.2)
+
+    def _dismiss(self) -> None:
+        for process in self.crew:
+            process.terminate()
+        self.codes = [process.wait(60) for process in self.crew]
+
+    def _judge(self) -> Account:
+        account = self.account
+        steps = [
+            Step(*row)
+            for row in self._ask(
+                "select job, attempt, worker, state, extract(epoch from at)::float from public.steps order by n"
+            )
+        ]
+        acts = [
+            Act(number, job, attempt, transactional=True)
+            for number, job, attempt in self._ask("select number, job, attempt from public.effects")
+        ]
+        began, left = [], set()
+        for line in self.log.read_text().splitlines():
+            what, number, job, attempt, pid, at = line.split()
+            if what == "did":
+                acts.append(Act(int(number), int(job), int(attempt)))
+                began.append((int(pid), int(job), int(attempt), float(at)))
+            else:
+                left.add((int(job), int(attempt)))
+        workers = self._ask("select id, pid from shiftwork.workers")
+        history = History(
+            sent=self.sent,
+            numbers=dict(self._ask("select id, (payload ->> 'number')::int from shiftwork.all_jobs")),
+            steps=steps,
+            acts=acts,
+            left=[job for (job,) in self._ask("select id from shiftwork.jobs")],
+            losses=[
+                *_losses_of_workers(steps, workers, self.gone),
+                *_losses_of_children(began, left, self.gone),
+            ],
+            outages=sorted(self.outages),
+            bound=self.size.bound,
+        )
+        account.verdict = check(history)
+        account.answers = Counter(sent.answer for sent in self.sent)
+        plain = Counter(act.number for act in acts if not act.transactional)
+        account.again = sum(times > 1 for times in plain.values())
+        account.violations += account.verdict.violations
+        if any(self.codes):
+            account.violations.append(f"exit codes after TERM: {self.codes}")
+        return account
 
 
-CHECKS: dict[str, LiteralString] = {
-    "jobs with more than one ending": """
-        select job, count(*) from public.steps where state in ('completed', 'failed', 'cancelled', 'expired')
-         group by job having count(*) > 1""",
-    "attempts that do not rise by one with each claim": """
-        select * from (select job, attempt, lag(attempt, 1, 0) over (partition by job order by at) as before
-                         from public.steps where state = 'running') as claims where attempt <> before + 1""",
-    "steps after the end": """
-        select * from public.steps as later join public.steps as ending using (job)
-         where ending.state = 'completed' and later.at > ending.at""",
-    "completions by somebody other than the last who claimed": """
-        select * from public.steps as ending where ending.state = 'completed' and not exists (
-          select from public.steps as claimed where claimed.job = ending.job and claimed.state = 'running'
-             and claimed.attempt = ending.attempt and claimed.worker = ending.worker)""",
-    "jobs with failures": "select id, failures, error from shiftwork.history where failures > 0",
-    "losses that were not noted": """
-        select id, resets from shiftwork.history as ended where resets <> (
-          select count(*) from shiftwork.attempts where job = ended.id and outcome = 'lost')""",
-}
+def _by_name(number: int) -> None:
+    """What producers know of a task: its name and its argument."""
+
+
+def _losses_of_workers(
+    steps: list[Step], workers: list[tuple[Any, ...]], gone: list[tuple[int, float]]
+) -> Iterator[Loss]:
+    """What each worker held when its process was killed or stopped."""
+    held: dict[int, list[Step]] = {}
+    ended: dict[tuple[int, int], float] = {}
+    before: dict[int, Step] = {}
+    for step in steps:
+        if (former := before.get(step.job)) is not None and former.state == "running":
+            ended[former.job, former.attempt] = step.at
+        if step.state == "running" and step.worker is not None:
+            held.setdefault(step.worker, []).append(step)
+        before[step.job] = step
+    for pid, at in gone:
+        for worker in (worker for worker, its in workers if its == pid):
+            for step in held.get(worker, []):
+                if step.at <= at < ended.get((step.job, step.attempt), float("inf")):
+                    yield Loss(step.job, step.attempt, at)
+
+
+def _losses_of_children(
+    began: list[tuple[int, int, int, float]], left: set[tuple[int, int]], gone: list[tuple[int, float]]
+) -> Iterator[Loss]:
+    """What each child ran when it was killed."""
+    killed = dict(gone)
+    for pid, job, attempt, at in began:
+        if at <= killed.get(pid, 0) and (job, attempt) not in left:
+            yield Loss(job, attempt, killed[pid])
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Every process and its parent."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):
+            yield int(entry.name), int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def unleash(size: Size, seed: int) -> Account:
+    """Do all of it, and say what came of it."""
+    with Havoc(size, seed) as havoc:
+        return havoc.run()
 
 
 def main() -> None:
     """As `make chaos` does."""
-    parser = argparse.ArgumentParser(description="Kill workers, and account for every job.")
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--transactional", type=int, default=4_000)
-    parser.add_argument("--plain", type=int, default=2_000)
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--lease", type=float, default=2.0)
-    parser.add_argument("--poll", type=float, default=2.0)
+    parser = argparse.ArgumentParser(
+        description="Do harm to workers, lines and the server, and account for every job."
+    )
+    for name, default in asdict(Size()).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="shiftwork-chaos-"))
-    folder.chmod(0o755)
-    server = embedded.start(folder / "data", options={"max_connections": "300"})
-    try:
-        with psycopg.connect(server.url, autocommit=True) as connection:
-            migrate(connection)
-        print(f"seed {given.seed}", flush=True)
-        with Crew(server.url) as crew:
-            account = unleash(crew, say=lambda text: print(text, flush=True), **vars(given))
-    finally:
-        server.close()
-        embedded.stop(folder / "data")
-        shutil.rmtree(folder, ignore_errors=True)
+    given = vars(parser.parse_args())
+    seed = given.pop("seed")
+    print(f"seed {seed}", flush=True)
+    account = unleash(Size(**given), seed)
     print(account.told())
     sys.exit(1 if account.violations else 0)
 

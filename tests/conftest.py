@@ -22,10 +22,12 @@ from psycopg.rows import dict_row
 
 from shiftwork import embedded
 from shiftwork.migrate import migrate
+from tests import pooler
 from tests.harness import Protocol
 
 SERVER = "SHIFTWORK_TEST_SERVER"
 _started: list[tuple[embedded.Server, Path]] = []
+_pooling: list[pooler.Pooler] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,10 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     _started.append((server, folder))
     os.environ[SERVER] = server.url
+    if pooler.MODE:
+        if not pooler.PROGRAM:
+            pytest.exit("SHIFTWORK_TEST_POOLER is set, and pgbouncer is not installed", 2)
+        _pooling.append(pooler.Pooler(server.url).__enter__())
+        os.environ[pooler.PLACE] = str(_pooling[0].folder)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Stop what was started."""
+    while _pooling:
+        _pooling.pop().__exit__()
     for server, folder in _started:
         os.environ.pop(SERVER, None)
         server.close()

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
 import psycopg
@@ -32,7 +33,9 @@ from psycopg.rows import dict_row
 
 import shiftwork
 from shiftwork import App, Context, logs
+from shiftwork.settings import format_duration
 from shiftwork.worker.signals import heeding
+from tests import pooler
 from tests.harness import Protocol
 
 COMMAND = ("-c", "from shiftwork.cli import main; main()", "worker", "tests.crew:app", "--log-level", "error")
@@ -83,11 +86,15 @@ class Crew:
 
         As a `command` it is started as people do it.
         """
+        dsn = dsn or self.dsn
+        settings |= pooler.settings(dsn)  # handlers go to the database themselves
+        if isinstance(poll := settings.get("poll"), timedelta):
+            settings["poll"] = format_duration(poll)
         given = {f"SHIFTWORK_{name.upper()}": str(value) for name, value in settings.items()}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHIFTWORK_")}
         process = subprocess.Popen(
             [sys.executable, *(COMMAND if command else ("-m", "tests.crew"))],
-            env={**clean, **given, "DATABASE_URL": dsn or self.dsn, "CREW_DIE_AT": die_at},
+            env={**clean, **given, "DATABASE_URL": dsn, "CREW_DIE_AT": die_at},
             stdin=subprocess.DEVNULL,
         )
         self.processes.append(process)

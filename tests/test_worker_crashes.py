@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.chaos import unleash
+from tests.chaos import Size, unleash
 from tests.crew import Crew
 
 POINTS = ["claimed", "began", "ended", "settling", "settled"]
@@ -114,10 +114,14 @@ def test_a_stopped_worker_loses_its_transaction_and_can_commit_nothing(dsn: str)
             assert one.wait(60) == 0
 
 
-def test_whatever_is_killed_every_effect_happens_and_every_job_ends(dsn: str) -> None:
+def test_whatever_happens_every_effect_happens_and_every_job_ends() -> None:
     # spec: D-1, D-2, D-16, QU-18, SH-21, HO-22
-    # fault: F1
-    with Crew(dsn) as crew:
-        account = unleash(crew, kills=4, transactional=300, plain=150, lease=2, poll=4, seed=1)
+    # fault: F1, F2, F4, F7, F10, F11
+    small = Size(
+        jobs=500, producers=3, workers=4, seconds=12, kills=3, children=2, stops=1, restarts=1, terminations=4, cuts=10,
+        slack=15,  # other tests run beside this one
+    )  # fmt: skip
+    account = unleash(small, seed=1)
     assert account.violations == [], account.told()
-    assert account.recoveries
+    assert account.verdict.recoveries
+    assert account.did["restart"] == 1

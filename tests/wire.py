@@ -22,6 +22,8 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from tests.pooler import pooled
+
 DONE = b"Z\x00\x00\x00\x05"
 """How the server says that it has answered."""
 
@@ -30,7 +32,7 @@ class Wire:
     """A server's second socket."""
 
     def __init__(self, dsn: str) -> None:
-        with psycopg.connect(dsn) as connection:
+        with psycopg.connect(pooled(dsn)) as connection:
             info = connection.info
             self._there = Path(info.host) / f".s.PGSQL.{info.port}" if info.host.startswith("/") else None
             self._address = (info.host, info.port)
@@ -43,6 +45,7 @@ class Wire:
 
         self.calls = 0
         self._losing: dict[bytes, int] = {}
+        self._cutting: dict[bytes, int] = {}
         self._silent: set[bytes] = set()
         self.delay = 0.0
         """Seconds that everything takes on its way, in either direction."""
@@ -71,6 +74,10 @@ class Wire:
     def losing(self, text: str, times: int = 1) -> None:
         """Let the next statements with this text be carried out, and cut the line instead of telling their answer."""
         self._losing[text.encode()] = times
+
+    def cutting(self, text: str, times: int = 1) -> None:
+        """Cut the line instead of carrying the next statements with this text."""
+        self._cutting[text.encode()] = times
 
     def silence(self, text: str) -> None:
         """Whoever says this gets no answer, and nobody else there hears it."""
@@ -178,14 +185,22 @@ class Wire:
                 if text in data:
                     self.said[text.decode()] += 1
                     await asyncio.Event().wait()
-            for text, times in self._losing.items():
-                if times > 0 and text in data:
-                    self._losing[text] -= 1
-                    self.said[text.decode()] += 1
+            if any(self._counts(text, data, self._cutting) for text in self._cutting):
+                return
+            for text in self._losing:
+                if self._counts(text, data, self._losing):
                     line.losing = True
             await asyncio.sleep(self.delay)
             writer.write(data)
             await writer.drain()
+
+    def _counts(self, text: bytes, data: bytes, left: dict[bytes, int]) -> bool:
+        """Whether this is said here, and is to be answered for now."""
+        if left[text] <= 0 or text not in data:
+            return False
+        left[text] -= 1
+        self.said[text.decode()] += 1
+        return True
 
     async def _back(self, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await _read(reader):

@@ -28,6 +28,7 @@ from shiftwork import App
 from shiftwork.events import Event, JobEnded
 from shiftwork.job import Job
 from shiftwork.worker import Worker
+from tests import pooler
 
 PATIENCE = 30.0
 LOOP = {"claiming", "claimed", "declared", "asleep", "stopping"}
@@ -149,7 +150,8 @@ class Workshop:
         self._running: asyncio.Task[bool]
 
     async def __aenter__(self) -> Self:
-        self.worker = await self.app.worker(**self._settings)
+        settings = self.app.settings
+        self.worker = await self.app.worker(**self._settings | pooler.settings(settings.dsn or ""))
         self.worker._subscribers.append(self._see)
         self.worker._at = self._reached
         self._running = asyncio.create_task(self.worker.run())

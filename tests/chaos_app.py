@@ -1,0 +1,69 @@
+"""What the workers of `make chaos` run: a task for each way of running code. What it does is written to a file, or in its transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from datetime import timedelta
+from typing import Any
+
+from psycopg import AsyncConnection, Connection
+
+import shiftwork
+from shiftwork import App, Context
+
+app = App()
+
+ALWAYS: Any = {
+    "max_resets": 1_000_000,
+    "retry": shiftwork.Retry(max_attempts=1_000_000, delays=timedelta(milliseconds=100), factor=1),
+}
+"""Lost and failed as often as may be: sessions are ended under these handlers, and that is an error like others."""
+
+EFFECT = "insert into public.effects (number, job, attempt) values (%s, %s, %s)"
+PLAIN = ("note", "note_blocking", "note_in_a_process")
+TRANSACTIONAL = ("transfer", "transfer_blocking")
+LONGEST = 0.05
+
+
+def _write(what: str, context: Context, number: int) -> None:
+    """A line is whole or not there, however many write and die."""
+    line = f"{what} {number} {context.job.id} {context.attempt} {os.getpid()} {time.time()}\n"
+    file = os.open(os.environ["CHAOS_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+@app.task(**ALWAYS)
+async def note(context: Context, number: int) -> None:
+    _write("did", context, number)
+    await asyncio.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(**ALWAYS)
+def note_blocking(context: Context, number: int) -> None:
+    _write("did", context, number)
+    time.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(executor="process", **ALWAYS)
+def note_in_a_process(context: Context, number: int) -> None:
+    _write("did", context, number)
+    time.sleep(random.uniform(0, LONGEST))
+    _write("left", context, number)
+
+
+@app.task(transaction=True, **ALWAYS)
+async def transfer(tx: AsyncConnection[Any], context: Context, number: int) -> None:
+    await tx.execute(EFFECT, (number, context.job.id, context.attempt))
+    await asyncio.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(transaction=True, **ALWAYS)
+def transfer_blocking(tx: Connection[Any], context: Context, number: int) -> None:
+    tx.execute(EFFECT, (number, context.job.id, context.attempt))
+    time.sleep(random.uniform(0, LONGEST))

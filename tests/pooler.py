@@ -1,0 +1,114 @@
+"""PgBouncer before the server, lending a session for one transaction at a time: the strictest kind of pooler.
+
+`SHIFTWORK_TEST_POOLER=poll` or `=listen` puts it before all workers of the run: with polling alone, or with a second address to
+listen at (`make test-pooler` does both). Tests themselves look at the database directly.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+MODE = os.environ.get("SHIFTWORK_TEST_POOLER", "")
+PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+PORT = 6432
+PLACE = "SHIFTWORK_TEST_POOLER_AT"
+"""Where the pooler of this run is, for the processes that run its tests."""
+
+INI = """
+[databases]
+* = host={host} port={port} user=postgres
+[pgbouncer]
+unix_socket_dir = {folder}
+unix_socket_mode = 0777
+listen_port = {listen}
+auth_type = any
+admin_users = postgres
+pool_mode = transaction
+default_pool_size = {size}
+max_client_conn = 1000
+logfile = {folder}/log
+pidfile = {folder}/pid
+{more}
+"""
+
+
+class Pooler:
+    """A pooler for as long as it is needed."""
+
+    def __init__(self, server: str, *, size: int = 20, more: str = "") -> None:
+        assert PROGRAM, "pgbouncer is not installed"
+        self.folder = Path(tempfile.mkdtemp(prefix="shiftwork-pool-"))
+        given = conninfo_to_dict(server)
+        host = str(given["host"])
+        self._owner = Path(host).stat().st_uid if host.startswith("/") else os.getuid()
+        self._ini = self.folder / "ini"
+        self._ini.write_text(
+            INI.format(
+                host=host, port=given.get("port", 5432), folder=self.folder, listen=PORT, size=size, more=more
+            )
+        )
+        self.folder.chmod(0o755)
+        if os.getuid() == 0:  # it refuses to be root, and has to be let in by the server
+            os.chown(self.folder, self._owner, -1)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self) -> None:
+        """Bring it up, again."""
+        assert PROGRAM
+        account: dict[str, Any] = {"user": self._owner} if os.getuid() == 0 else {}
+        self._process = subprocess.Popen(
+            [PROGRAM, "-q", str(self._ini)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **account
+        )
+        while not (self.folder / f".s.PGSQL.{PORT}").exists():
+            assert self._process.poll() is None, (self.folder / "log").read_text()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End it; who is connected loses his line."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    def pooled(self, dsn: str) -> str:
+        """The same database, by way of the pooler."""
+        return make_conninfo(dsn, host=str(self.folder), port=PORT)
+
+    def tell(self, command: str) -> None:
+        """Give an order at its console."""
+        with psycopg.connect(self.pooled("dbname=pgbouncer user=postgres"), autocommit=True) as console:
+            console.execute(command.encode(), prepare=False)
+
+
+def pooled(dsn: str) -> str:
+    """The same database, by way of the pooler of this run if it has one."""
+    place = os.environ.get(PLACE)
+    if not place or "shiftwork-wire-" in dsn:
+        return dsn  # what goes over a wire of a test's own goes to the pooler from there
+    return make_conninfo(dsn, host=place, port=PORT)
+
+
+def settings(dsn: str) -> dict[str, Any]:
+    """How a worker finds its database in this run."""
+    if not os.environ.get(PLACE):
+        return {}
+    if MODE == "listen" and "shiftwork-wire-" not in dsn:
+        return {"dsn": pooled(dsn), "listen_dsn": dsn}
+    return {"dsn": pooled(dsn), "notify": False, "poll": timedelta(milliseconds=100)}
