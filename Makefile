@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench chaos caps test-matrix spec format clean
+.PHONY: help demo test check bench chaos caps test-pooler test-matrix spec format clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ chaos: $(READY) ## do harm to workers, lines and the server, and account for eve
 
 caps: $(READY) ## limits of the cluster under eight processes: never exceeded, and used; about a minute
 	@$(BIN)/python -m tests.caps $(ARGS)
+
+test-pooler: $(READY) ## the tests of the worker through PgBouncer, by polling alone and with an address to listen at
+	@SHIFTWORK_TEST_POOLER=poll $(BIN)/python -m pytest -n auto tests/test_worker*.py $(ARGS)
+	@SHIFTWORK_TEST_POOLER=listen $(BIN)/python -m pytest -n auto tests/test_worker*.py $(ARGS)
 
 test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
 	@$(BIN)/python -m tests.matrix $(ARGS)

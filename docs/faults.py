@@ -35,6 +35,8 @@ WORDS = {
     "F12": "a line is half open: nothing arrives any more, and nobody says so",
     "F13": "the network is slow",
     "F14": "connections are refused, there are too many, or nobody is let in for a while",
+    "F15": "a pooler stands before the database, and lends a session for one transaction at a time",
+    "F16": "the pooler is restarted, paused, or has one session only",
     "F17": "handlers hold every session for transactions",
     "F20": "the server takes no writes any more, and another does",
     "F22": "the clock of a worker's machine is wrong",

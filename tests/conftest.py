@@ -58,6 +58,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[pooler.PLACE] = str(_pooling[0].folder)
 
 
+COUNTING = {
+    "test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_nobody",
+    "test_transactional_tasks_run_only_as_far_as_there_are_sessions",
+    "test_a_thousand_jobs_at_once_need_no_more_connections_than_one",
+}
+"""Tests that count sessions of the server, or end a certain one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Through a pooler, the sessions of the server are not the worker's."""
+    for item in items:
+        if pooler.MODE and getattr(item, "originalname", item.name) in COUNTING:
+            item.add_marker(pytest.mark.skip(reason="the sessions it looks at belong to the pooler"))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Stop what was started."""
     while _pooling:

@@ -123,7 +123,7 @@ BUGS = {
         "sql/protocol/reap.sql",
         "        -- One of them cannot be written. One by one, so that it stops nobody else.\n",
         "        raise;\n",
-        "tests/test_garbage.py::test_a_trigger_that_refuses_one_lost_job_stops_no_other",
+        "tests/test_garbage.py::test_a_trigger_that_refuses_to_note_a_lost_attempt_stops_no_other",
     ),
     "attempts counted only at failure": Bug(
         "sql/protocol/claim.sql",
@@ -133,8 +133,8 @@ BUGS = {
     ),
     "children left behind at shutdown": Bug(
         "worker/processes.py",
-        '        """End them all: those that are idle by themselves, if they do so soon."""\n',
-        '        """Leave."""\n        return\n',
+        "        os.killpg(pid, signal.SIGKILL)",
+        "        os.kill(pid, signal.SIGKILL)",
         "tests/test_processes.py::test_a_worker_that_stops_leaves_nothing_behind",
     ),
 }

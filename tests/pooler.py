@@ -73,12 +73,14 @@ class Pooler:
     def start(self) -> None:
         """Bring it up, again."""
         assert PROGRAM
-        account: dict[str, Any] = {"user": self._owner} if os.getuid() == 0 else {}
-        self._process = subprocess.Popen(
-            [PROGRAM, "-q", str(self._ini)], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **account
+        self._process = process = subprocess.Popen(
+            [PROGRAM, "-q", str(self._ini)],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            user=self._owner if os.getuid() == 0 else None,
         )
         while not (self.folder / f".s.PGSQL.{PORT}").exists():
-            assert self._process.poll() is None, (self.folder / "log").read_text()
+            assert process.poll() is None, (self.folder / "log").read_text()
             time.sleep(0.01)
 
     def stop(self) -> None:

@@ -287,7 +287,7 @@ class Settings:
     listen_dsn: str | None = _set(
         None,
         maybe(_DSN),
-        "where to LISTEN when `dsn` leads through a pooler in transaction mode",
+        "where to LISTEN, and to renew the lease, when `dsn` leads through a pooler in transaction mode",
         secret=True,
     )
     schema: str = _set("shiftwork", _SCHEMA_NAME, "the schema that holds the jobs")

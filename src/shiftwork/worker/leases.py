@@ -74,7 +74,10 @@ class Leases:
         self._lapse = lapse
         self._silence = silence
         self._says = says
-        self._line = Line(settings, lambda: f"{settings.schema} {self.worker}", revive)
+        # Behind a pooler whose sessions are all lent, a worker would look dead: where there is a way past it, that is taken.
+        self._line = Line(
+            settings, lambda: f"{settings.schema} {self.worker}", revive, dsn=settings.listen_dsn
+        )
         self.lapsed = False
         """Whether it is too late to trust in the lease."""
 

@@ -50,9 +50,14 @@ class Line:
         revive: Callable[[], None] | None = None,
         *,
         answer: float | None = None,
+        dsn: str | None = None,
     ) -> None:
-        """`answer`: seconds in which each statement has to be answered; None is what the settings say."""
+        """`answer`: seconds in which each statement has to be answered; None is what the settings say.
+
+        `dsn`: another way to the database, which is tried first.
+        """
         self._settings = settings
+        self._dsn = dsn
         self._answer = settings.answer_within.total_seconds() if answer is None else answer
         self._name = name
         self._revive = revive
@@ -107,6 +112,9 @@ class Line:
                 self._connection = None
 
     async def _open(self) -> AsyncConnection[Any]:
+        if self._connection is None and self._dsn is not None:
+            with suppress(DatabaseUnavailable):
+                self._connection = await aconnect(self._settings, self._dsn, name=self._name())
         if self._connection is None:
             try:
                 connection = await aconnect(self._settings, name=self._name())
