@@ -167,7 +167,7 @@ def look_around() -> dict[str, Any]:
         "core": resource.getrlimit(resource.RLIMIT_CORE),
         "gains": "NoNewPrivs:\t0" in status,
         "first to go": int(Path("/proc/self/oom_score_adj").read_text()),
-        "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+        "leads": os.getpgid(0) == os.getpid(),
     }
 
 

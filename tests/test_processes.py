@@ -476,7 +476,7 @@ async def test_a_process_has_no_connection_of_the_worker_and_nothing_it_does_not
         sockets = {one for one in seen["sockets"] if one.startswith("socket:")}
         assert sockets
         assert not sockets & ours - {str(Path("/proc/self/fd/2").readlink())}
-        assert (seen["core"], seen["gains"], seen["session"]) == ([0, 0], False, True)
+        assert (seen["core"], seen["gains"], seen["leads"]) == ([0, 0], False, True)
         assert seen["first to go"] > 0
         assert "SECRET_OF_THE_WORKER" in seen["variables"]
         await shop.ended(await sending.aresult(5), state="completed")

@@ -3,7 +3,7 @@
 The worker never runs such code itself, so whatever it does (ends the process, corrupts its memory, holds the interpreter's
 lock, ignores every signal) costs that one attempt. A process is a fresh Python (never a fork: it has none of the worker's
 connections, threads or locks), which imports the app as the worker found it and is told of jobs over a pipe. It is the
-leader of a session of its own, and is killed with everything it has started.
+leader of a process group of its own, and is killed with everything it has started.
 
 Who finds out what: a thread for each process starts it and waits for its end, so neither holds up the event loop, and the
 end of a process is known at once. That its line is closed proves nothing, since something it has started may hold it
@@ -358,7 +358,7 @@ class Process:
                     stdout=2,  # what handlers print goes where log lines go
                     env=self._owner.environment,
                     pass_fds=(end,),
-                    start_new_session=True,
+                    process_group=0,  # not a session: the kernel may share out time by sessions, and then the pipe is slow
                 )
         except Exception as error:  # noqa: BLE001  -- somebody waits for an answer
             self._dead = True
