@@ -561,6 +561,19 @@ def test_sessions_share_the_jobs_and_none_runs_twice(dsn: str, stats: Protocol) 
     assert stats.value("select count(*) from {}.history where state = 'completed'") == 60
 
 
+def test_a_strictly_serial_queue_stays_so(dsn: str, stats: Protocol) -> None:
+    # spec: ST-15
+    stats.rows("select {}.limit_running(1, queue => 'default')")
+    with processing(dsn, stats) as (job, _, call):
+        register(stats, "double", "stats.double(jsonb)")
+        other = stats.enqueue("double", {"n": 1})
+        process(stats)
+        assert [stats.state(one) for one in (job, other)] == ["running", "ready"]
+        stats.rows("select pg_advisory_unlock_all()")
+        call.result(30)
+        assert [stats.state(one) for one in (job, other)] == ["completed"] * 2
+
+
 def test_how_long_a_job_took_and_when_it_is_tried_again_count_from_its_end(stats: Protocol) -> None:
     # spec: ST-11
     stats.connection.execute(

@@ -536,6 +536,11 @@ def declare_tasks(store: Protocol, tasks: Sequence[Mapping[str, object]]) -> Pla
     return int(rows[0]["written"])
 
 
+def sql_tasks(store: Protocol) -> Plan[Rows]:
+    """Tasks of the registry whose code is a routine in the database."""
+    return (yield store.sql_tasks())
+
+
 def declare_limits(store: Protocol, limits: Mapping[str, object]) -> Plan[int]:
     """Limits that a program has, as `shiftwork.declare_limits` takes them; says how many were news."""
     if not limits:

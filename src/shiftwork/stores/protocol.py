@@ -88,6 +88,16 @@ REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::i
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
 FORGET_WORKERS = "select shiftwork.forget_workers() as forgotten"
+SQL_TASKS = """
+select name, handler, queue, retry, extract(epoch from timeout)::text as timeout, commits
+  from shiftwork.tasks where handler is not null order by name
+"""
+# In one message, and so in one transaction. What the session was told meanwhile is forgotten.
+RUN_JOB = (
+    "set client_min_messages = notice;"
+    " select answer, state, wait, error::text from shiftwork.run_job(%s, %s, %s, true); reset all"
+)
+ROUTINE_CALL = "select call, gives from shiftwork.routine_call(%s, false)"
 OPEN_TRANSACTION = (
     "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
 )
@@ -318,6 +328,18 @@ class Protocol:
     def forget_workers(self) -> Statement:
         """Forget workers that are gone, and what workers said of themselves, after some days."""
         return self._statement(FORGET_WORKERS)
+
+    def sql_tasks(self) -> Statement:
+        """Tasks whose code is a routine in this database."""
+        return self._look(SQL_TASKS)
+
+    def run_job(self, worker: int, job: int, attempt: int) -> Statement:
+        """Call the routine of a job and write what came of it."""
+        return self._statement(RUN_JOB, worker, job, attempt)
+
+    def routine_call(self, routine: str) -> Statement:
+        """How a routine is called."""
+        return self._statement(ROUTINE_CALL, routine)
 
     def open_transaction(self, job: int, attempt: int) -> Statement:
         """Begin the transaction of a job, whose row stays locked until its end."""

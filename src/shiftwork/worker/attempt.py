@@ -46,6 +46,7 @@ from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated
+from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
 
@@ -270,6 +271,8 @@ class Attempts:
                 return Returned(await self._repeated(run, *begun))
             if run.runs_apart:
                 return await self._in_process(run)
+            if run.in_database:
+                return await self._in_database(run)
             call = self._prepared(run)
             if run.task.transaction:
                 return await self._transacted(run, call)
@@ -415,6 +418,33 @@ class Attempts:
             finally:
                 if connection is not None:
                     self.transactions.put(connection, in_use=run.in_thread)
+
+    async def _in_database(self, run: Run) -> Ending | Written | After:
+        """A routine in the database, on a session of ours; middleware is not for it."""
+        self._waits()
+        hear = hearing(partial(self.log, run), partial(self.progress, run))
+        async with self.transactions.turn:
+            try:
+                session = await self.transactions.session()
+            except DatabaseUnavailable:
+                await asyncio.sleep(self.transactions.pause())
+                return After.GIVEN_BACK  # its code has not begun
+            session.add_notice_handler(hear)
+            if (timeout := self._timeout(run.task)) is not None:
+                self._deadlines.add(run, timeout.total_seconds())
+            try:
+                if run.task.commits:
+                    return Returned(await self.transactions.call(run, session))
+                answer = await self.transactions.run_job(run, session)
+            except BaseException as error:  # noqa: BLE001
+                return self._transaction_failed(run, error)
+            finally:
+                session.remove_notice_handler(hear)
+                self.transactions.put(session)
+        if answer["answer"] == "lost":
+            return After.DROPPED
+        delay = None if answer["wait"] is None else timedelta(seconds=answer["wait"])
+        return Written(Outcome(run, State(answer["state"]), delay, error=answer["error"]))
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""

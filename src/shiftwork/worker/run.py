@@ -138,6 +138,11 @@ class Run(msgspec.Struct, eq=False):
         return self.task is not None and self.task.executor == "process"
 
     @property
+    def in_database(self) -> bool:
+        """Whether its code is a routine in the database."""
+        return self.task is not None and self.task.executor == "sql"
+
+    @property
     def label(self) -> str:
         """How it is called where people read of it."""
         return f"job {self.id} ({self.name}, attempt {self.attempt})"

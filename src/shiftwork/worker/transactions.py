@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,7 @@ from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker.line import Patience
 from shiftwork.worker.run import Run
+from shiftwork.worker.sql import RoutineFailed
 from shiftwork.worker.threads import Threads
 
 C = TypeVar("C")
@@ -133,6 +135,37 @@ class Transactions:
             else:
                 self._patience.reset()
                 return connection
+
+    async def session(self) -> Ours:
+        """A session for a routine in the database; its transaction is not open yet."""
+        connection = _last(self._idle) or await self._connect()
+        self._patience.reset()
+        return connection
+
+    async def run_job(self, run: Run, connection: Ours) -> Mapping[str, Any]:
+        """Let the routine of a job be called, and what came of it be written: how that was answered."""
+        await self._execute(connection, self._store.run_job(run.worker, run.id, run.attempt), commits=True)
+        cursor = connection.own
+        while not (result := cursor.pgresult) or not result.ntuples:
+            cursor.nextset()
+        answer, state, wait, error = cast("tuple[Any, ...]", await cursor.fetchone())
+        return {"answer": answer, "state": state, "wait": wait, "error": json.loads(error or "null")}
+
+    async def call(self, run: Run, connection: Ours) -> object:
+        """Call a routine that commits by itself; what it gives."""
+        await self._execute(connection, self._store.routine_call(run.task.handler))
+        cursor = connection.own
+        text, gives = cast("tuple[Any, ...]", await cursor.fetchone())
+        call = text.replace("%", "%%").replace("$1", "%s::pg_catalog.jsonb")
+        try:
+            await cursor.execute(call.encode(), (run.payload or "{}",))
+            [value] = cast("tuple[Any, ...]", await cursor.fetchone()) if gives else [None]
+        except psycopg.Error as error:
+            if connection.closed:
+                raise self._meaning(error, connection, commits=False) from None
+            raise RoutineFailed(error.sqlstate, str(error)) from None
+        await cursor.execute("reset all")
+        return value
 
     def pause(self) -> float:
         """How long to wait since no session can be had: for all who ask meanwhile until the same moment."""

@@ -29,6 +29,7 @@ from shiftwork.operations import Claimed, Pulse
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.worker import sql
 from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.duties import Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
@@ -702,6 +703,7 @@ class Worker:
                     operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
                 )
                 await self._line.perform(operations.declare_limits(self._store, self._limits))
+                await self._find_sql_tasks()
                 await self._register()
             except DatabaseError as error:
                 waits = isinstance(error, NotInstalled) and self._settings.wait
@@ -712,6 +714,17 @@ class Worker:
             else:
                 self._trouble("beginning", None)
                 return
+
+    async def _find_sql_tasks(self) -> None:
+        """Tasks of the registry that run in the database are ours too, unless we have one of that name."""
+        rows = await self._line.perform(operations.sql_tasks(self._store))
+        fresh: dict[str, Task] = {
+            row["name"]: sql.found(row) for row in rows if row["name"] not in self._tasks
+        }
+        if fresh:
+            self._tasks = {**self._tasks, **fresh}
+            self._queues = _queues(self._settings, self._tasks)
+            self._lanes = Lanes(self._settings, self._tasks, self._queues)
 
     async def _take_singleton(self) -> bool:
         """Be the only one of our name; who is not waits a moment, or ends."""

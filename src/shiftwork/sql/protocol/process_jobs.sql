@@ -224,7 +224,7 @@ begin
     perform shiftwork.run_routine(routine, true, payload, path);
   end if;
 exception when others or assert_failure then
-  raise warning '% of job % failed: %', routine, job, sqlerrm;
+  raise warning using errcode = 'SW015', message = format('%s of job %s failed: %s', routine, job, sqlerrm);
   insert into shiftwork.logs (job, attempt, level, message)
   values (job, attempt, 'warning', left(format('%s failed: %s (%s)', routine, sqlerrm, sqlstate), 10000));
 end $$;

@@ -1,0 +1,199 @@
+"""Routines in the database, run by a worker: on its sessions, with its limits, and heard while they run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from shiftwork import App
+from shiftwork.events import JobEnded, JobReleased, WorkerStarted
+from shiftwork.worker.sql import hearing
+from tests.harness import Protocol
+from tests.test_sql_tasks import WORLD, register
+from tests.workshop import Workshop
+
+MORE = """
+create procedure stats.dawdle(payload jsonb) language plpgsql as $$
+begin
+  insert into stats.units values (1);
+  raise notice 'settling down';
+  perform shiftwork.report_progress(0.25, 'a quarter');
+  perform pg_sleep(600);
+end $$;
+create procedure stats.step(payload jsonb, inout info jsonb) language plpgsql as $$
+begin
+  insert into stats.units values (1);
+  commit;
+  insert into stats.units values (2);
+  if payload ? 'fail' then
+    raise exception 'half way' using errcode = 'U0001';
+  end if;
+  info := payload;
+end $$;
+"""
+DAWDLING = (
+    "select pid from pg_stat_activity where datname = current_database() and state = 'active' "
+    "and query like '%%run_job%%' and wait_event = 'PgSleep' and pid <> pg_backend_pid()"
+)
+
+
+@pytest.fixture
+def stats(protocol: Protocol) -> Protocol:
+    protocol.connection.execute((WORLD + MORE).encode())
+    return protocol
+
+
+@pytest.fixture
+def app(dsn: str) -> App:
+    app = App(dsn)
+
+    @app.task
+    async def greet() -> str:
+        return "hello"
+
+    return app
+
+
+async def test_a_worker_runs_what_the_registry_has_beside_its_own_tasks(stats: Protocol, app: App) -> None:
+    # spec: ST-6, ST-15, D-17
+    register(stats, "derive", "stats.derive_units(jsonb)", queue="analytics", before="stats.note()")
+    register(stats, "count", "stats.count_units(jsonb, jsonb)", queue="counting")
+    register(stats, "break", "stats.break(jsonb)", retry={"max_attempts": 1}, before="stats.bad_hook()")
+    async with Workshop(app) as shop:
+        derive = stats.enqueue("derive", {"ids": [1, 2]})
+        await shop.ended(derive)
+        count, broken = stats.enqueue("count", {"a": 1}), stats.enqueue("break")
+        greeting = await app.tasks["greet"].aenqueue()
+        await shop.ended(count, broken, greeting)
+        assert set(shop.seen(WorkerStarted)[0].queues) == {"default", "analytics", "counting"}
+        [ended] = shop.seen(JobEnded, job=broken)
+        assert (ended.state, (ended.error or {})["code"]) == ("failed", "U0001")
+    assert stats.job(count)["result"] == {"units": 2, "asked": {"a": 1}}
+    assert stats.job(broken)["error"]["hint"] == "wind it less"
+    lines = stats.rows("select level, message from {}.logs where job = %s", broken)
+    assert lines == [{"level": "warning", "message": "stats.bad_hook() failed: the hook is bent (P0001)"}]
+    assert [row["what"] for row in stats.rows("select what from stats.said")] == ["before"]
+
+
+async def dawdling(shop: Workshop, stats: Protocol) -> int:
+    """A job whose routine sits in a statement of ten minutes."""
+    job = stats.enqueue("dawdle")
+    await shop.found(lambda: shop.rows(DAWDLING))
+    return job
+
+
+async def test_what_a_routine_says_is_heard_while_it_runs_and_cancelling_ends_its_statement(
+    stats: Protocol, app: App
+) -> None:
+    # spec: SG-18
+    register(stats, "dawdle", "stats.dawdle(jsonb)")
+    async with Workshop(app) as shop:
+        job = await dawdling(shop, stats)
+        await shop.found(lambda: shop.rows("select 1 from shiftwork.progress where fraction = 0.25"))
+        await shop.found(lambda: shop.rows("select 1 from shiftwork.logs where message = 'settling down'"))
+        assert stats.state(job) == "running"
+        stats.cancel(job, reason="not wanted")
+        await shop.ended(job, state="cancelled")
+        assert await shop.rows(DAWDLING) == []
+    assert stats.rows("select * from stats.units") == []
+    assert stats.job(job)["error"]["message"] == "not wanted"
+
+
+async def test_a_routine_has_only_so_much_time(stats: Protocol, app: App) -> None:
+    # spec: SG-19
+    policy = {"max_attempts": 1}
+    register(stats, "dawdle", "stats.dawdle(jsonb)", timeout=timedelta(seconds=0.5), retry=policy)
+    async with Workshop(app) as shop:
+        job = stats.enqueue("dawdle")
+        await shop.ended(job)
+        assert await shop.rows(DAWDLING) == []
+    row = stats.job(job)
+    assert (row["state"], row["error"]["code"]) == ("failed", "TASK_TIMEOUT")
+
+
+async def test_a_worker_that_stops_gives_its_routine_back(stats: Protocol, app: App) -> None:
+    register(stats, "dawdle", "stats.dawdle(jsonb)")
+    async with Workshop(app, grace=timedelta(0)) as shop:
+        job = await dawdling(shop, stats)
+        shop.worker.stop()
+        await shop.event(JobReleased, job=job)
+    row = stats.live(job)
+    assert (row["state"], row["failures"], row["resets"]) == ("ready", 0, 0)
+    assert stats.rows("select * from stats.units") == []
+
+
+async def test_a_session_that_is_cut_off_costs_the_job_nothing_but_time(stats: Protocol, app: App) -> None:
+    # fault: F7
+    register(stats, "dawdle", "stats.dawdle(jsonb)")
+    async with Workshop(app) as shop:
+        job = await dawdling(shop, stats)
+        stats.connection.execute(
+            "create or replace procedure stats.dawdle(payload jsonb) language plpgsql as "
+            "$$ begin insert into stats.units values (7); end $$"
+        )
+        await shop.rows(f"select pg_terminate_backend(pid) from ({DAWDLING}) as one")
+        await shop.ended(job, state="completed")
+    assert stats.rows("select id from stats.units") == [{"id": 7}]
+
+
+async def test_one_that_commits_by_itself_runs_at_the_top_of_a_session(stats: Protocol, app: App) -> None:
+    # spec: D-1
+    register(stats, "step", "stats.step(jsonb, jsonb)", commits=True, retry={"max_attempts": 1})
+    async with Workshop(app) as shop:
+        done = stats.enqueue("step", {"a": "100%"})
+        await shop.ended(done)
+        broken = stats.enqueue("step", {"fail": True})
+        await shop.ended(broken)
+    assert (stats.state(done), stats.job(done)["result"]) == ("completed", {"a": "100%"})
+    error: dict[str, Any] = stats.job(broken)["error"]
+    assert (stats.state(broken), error["code"]) == ("failed", "U0001")
+    assert "half way" in error["message"]
+    assert [row["id"] for row in stats.rows("select id from stats.units order by id")] == [1, 1, 2]
+
+
+async def test_a_task_of_its_own_goes_before_one_of_the_registry(stats: Protocol, app: App) -> None:
+    register(stats, "greet", "stats.break(jsonb)")
+    async with Workshop(app) as shop:
+        job = await app.tasks["greet"].aenqueue()
+        await shop.ended(job)
+    assert stats.job(job.id)["result"] == "hello"
+
+
+async def test_no_more_routines_run_at_once_than_there_are_sessions(stats: Protocol, app: App) -> None:
+    stats.connection.execute(
+        "create procedure stats.meet(payload jsonb) language plpgsql as "
+        "$$ begin perform pg_advisory_xact_lock_shared(42); end $$"
+    )
+    register(stats, "meet", "stats.meet(jsonb)")
+    stats.rows("select pg_advisory_lock(42)")
+    waiting = "select 1 from pg_locks where locktype = 'advisory' and objid = 42 and not granted"
+    async with Workshop(app, concurrency=8, transactions=2) as shop:
+        jobs = [stats.enqueue("meet") for _ in range(5)]
+
+        async def two_wait() -> bool:
+            return len(await shop.rows(waiting)) == 2
+
+        await shop.found(two_wait)
+        assert len(await shop.rows("select 1 from shiftwork.jobs where state = 'running'")) == 2
+        stats.rows("select pg_advisory_unlock_all()")
+        await shop.ended(*jobs)
+
+
+def test_nothing_that_a_routine_says_can_break_the_worker() -> None:
+    heard: list[object] = []
+    hear = hearing(lambda *line: heard.append(line), lambda *far: heard.append(far))
+
+    class Said:
+        severity_nonlocalized = "WARNING"
+        sqlstate = "01000"
+        message_primary: str | None = None
+
+    said: Any = Said()
+    hear(said)
+    said.sqlstate, said.message_primary = "SW010", '{"fraction": 7, "message": null}'
+    hear(said)
+    said.message_primary = "not json"
+    hear(said)
+    assert heard == [("warning", ""), (1.0, None), ("warning", "not json")]
