@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -46,14 +47,14 @@ def stats(protocol: Protocol) -> Protocol:
 
 
 @pytest.fixture
-def app(dsn: str) -> App:
-    app = App(dsn)
+def app(dsn: str) -> Iterator[App]:
+    with App(dsn) as app:
 
-    @app.task
-    async def greet() -> str:
-        return "hello"
+        @app.task
+        async def greet() -> str:
+            return "hello"
 
-    return app
+        yield app
 
 
 async def test_a_worker_runs_what_the_registry_has_beside_its_own_tasks(stats: Protocol, app: App) -> None:
