@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 from psycopg.errors import Diagnostic
@@ -59,7 +58,7 @@ class SqlTask:
     def function(**payload: object) -> Any:  # noqa: ANN401
         """What stands in for the routine where a function is looked at."""
 
-    @cached_property
+    @property
     def signature(self) -> Signature:
         """It takes anything."""
         return Signature(self.name, self.function)
