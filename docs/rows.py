@@ -215,6 +215,7 @@ WORDS = {
     "QU-31": "typed events are counted: attempts, claims, settlements, outages; slots that are busy and free",
     "A-24": "labels of figures are bounded, whatever is enqueued",
     "A-12": "a command checks settings, import, tasks and database by phases; each problem has a number",
+    "SG-34": "what an attempt logs is kept with it, with its time; whoever was superseded writes nothing, and is told",
     "HO-23": "what is done for all and fails three times, for good, is left to others, loudly; what passes does not count",
     "HO-37": "a worker says every few seconds what it runs and costs; that is kept for some days",
     "SG-32": "lost jobs can be taken back by a process that runs none",

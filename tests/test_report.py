@@ -36,7 +36,7 @@ def claimed(protocol: Protocol, worker: int, number: int = 1) -> list[Row]:
 
 
 def test_lines_and_progress_can_be_read_while_a_job_runs(protocol: Protocol) -> None:
-    # spec: D-28
+    # spec: D-28, SG-34
     worker = protocol.register()
     one, two = (job["id"] for job in claimed(protocol, worker, 2))
     said = [
@@ -59,7 +59,7 @@ def test_lines_and_progress_can_be_read_while_a_job_runs(protocol: Protocol) -> 
 
 
 def test_what_a_worker_that_lost_its_job_says_is_not_written(protocol: Protocol) -> None:
-    # spec: D-16
+    # spec: D-16, SG-34
     late, quick = protocol.register(), protocol.register()
     [job, kept] = claimed(protocol, late, 2)
     protocol.release(late, [[job["id"], 1]])

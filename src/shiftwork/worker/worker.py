@@ -164,7 +164,7 @@ class Worker:
     async def run(self) -> bool:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
         self._asking = Asking(self._hooks.before_claim, self._publish)
-        self._tells_beginnings = any(map(_wants_beginnings, self._subscribers))
+        self._told_beginnings = [*filter(_wants_beginnings, self._subscribers)]
         self._line = Line(self._settings, self._name, self._revive)
         self._leases = Leases(
             self._settings,
@@ -319,7 +319,7 @@ class Worker:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Let a function see what happens from now on."""
         self._subscribers.append(subscriber)
-        self._tells_beginnings = any(map(_wants_beginnings, self._subscribers))
+        self._told_beginnings = [*filter(_wants_beginnings, self._subscribers)]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -654,8 +654,9 @@ class Worker:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        if self._tells_beginnings:
-            self._publish(events.JobBegan(run.id, run.name, run.queue, run.attempt))
+        if self._told_beginnings:
+            began = events.JobBegan(run.id, run.name, run.queue, run.attempt)
+            self._publish(began, self._told_beginnings)
 
     def _heard_work(self, queue: str) -> None:
         if not queue or queue in self._queues:
@@ -681,8 +682,8 @@ class Worker:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
 
-    def _publish(self, event: Event) -> None:
-        for subscriber in self._subscribers:
+    def _publish(self, event: Event, subscribers: Sequence[Subscriber] | None = None) -> None:
+        for subscriber in self._subscribers if subscribers is None else subscribers:
             try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
                 subscriber(event)
             except Exception:  # noqa: BLE001, S110  -- whoever looks on changes nothing
@@ -874,7 +875,7 @@ class Worker:
             queues=list(self._queues)[:MOST_QUEUES],
         )
         endpoint.open()
-        self._subscribers.append(metrics)
+        self.subscribe(metrics)
         self._publish(events.EndpointOpened(*endpoint.address, metrics=endpoint.has_metrics))
         return endpoint
 
