@@ -50,16 +50,16 @@ declare
   more boolean := false;
   rooms jsonb;                                         -- what is left of each limit, once it was looked for
   conditions text[];
-  paused boolean := false;
-  room int;
+  special boolean;
+  paused boolean;
   tight boolean;
-  bound boolean := false;
+  bound boolean;
   names text[];
   rests int[];
   choosy boolean;
   picked record;
-  filled boolean := false;
-  contested boolean := false;
+  filled boolean;
+  contested boolean;
   ended jsonb;
   report shiftwork.jobs;
 begin
@@ -84,16 +84,23 @@ begin
     return next report;
     return;
   end if;
-  if asked.but is not null then
-    closed := array(select jsonb_array_elements_text(asked.but));
-  end if;
-  if asked.pausing then
-    select closed || array_agg(pause.name) filter (where pause.kind = 'task'),
-           count(*) filter (where pause.name in ('', asked.worker::text) and pause.kind in ('all', 'worker')) > 0
-      into closed, paused
-      from shiftwork.pauses as pause where pause.until is null or pause.until > present;
-    if exists (select from shiftwork.pauses as pause where pause.until <= present) then
-      ended := shiftwork.end_pauses();
+  special := asked.pausing or asked.limited or coalesce(asked.but, asked.conditions, asked.most) is not null;
+  if special then                                      -- nothing of that costs a claim anything which needs none of it
+    if asked.but is not null then
+      closed := array(select jsonb_array_elements_text(asked.but));
+    end if;
+    if asked.conditions is not null then
+      conditions := array(select jsonb_array_elements_text(asked.conditions));
+    end if;
+    choosy := asked.conditions is not null or asked.most is not null;
+    if asked.pausing then
+      select closed || array_agg(pause.name) filter (where pause.kind = 'task'),
+             count(*) filter (where pause.name in ('', asked.worker::text) and pause.kind in ('all', 'worker')) > 0
+        into closed, paused
+        from shiftwork.pauses as pause where pause.until is null or pause.until > present;
+      if exists (select from shiftwork.pauses as pause where pause.until <= present) then
+        ended := shiftwork.end_pauses();
+      end if;
     end if;
   end if;
   if paused or not turn then
@@ -107,10 +114,6 @@ begin
   end if;
   wanted := asked.want;
   starting := coalesce(asked.start, wanted);
-  choosy := asked.conditions is not null or asked.most is not null;
-  if asked.conditions is not null then
-    conditions := array(select jsonb_array_elements_text(asked.conditions));
-  end if;
   if asked.is_due then
     select * into due from shiftwork.promote(1000, asked.due);
   else
@@ -138,7 +141,7 @@ begin
                 and (job.priority, job.run_at, job.id) > (ahead.priority, ahead.run_at, ahead.id) limit 1) as something
      order by ahead.ordinal, ahead.priority
   loop
-    if rooms is null and (asked.limited or choosy) then
+    if special and rooms is null then
       -- Now that there is something to take, so that who finds nothing takes no permits from others.
       if asked.limited then
         select * into rooms, contested from shiftwork.lock_permits(
@@ -161,17 +164,19 @@ begin
     if served is distinct from range.ordinal then
       served := range.ordinal;
       want := least(coalesce(range.want, wanted), wanted);
-      room := case when rooms ? ('queue:' || range.queue)
-                   then least((rooms ->> ('queue:' || range.queue))::int, greatest(starting, 0)) end;
-      tight := coalesce(room < want, false);
-      want := least(want, room);
+      if asked.limited then
+        tight := rooms ? ('queue:' || range.queue) and least((rooms ->> ('queue:' || range.queue))::int, starting) < want;
+        if tight then
+          want := greatest(least((rooms ->> ('queue:' || range.queue))::int, starting), 0);
+        end if;
+      end if;
     end if;
     if want <= 0 then
       filled := filled or tight;
-      more := more or not tight;
+      more := more or tight is not true;
       continue;
     end if;
-    mixed := range.mixed or choosy;
+    mixed := range.mixed or choosy is true;
 
     -- Chunks: those that start at once, and those that are fetched ahead. Rows are locked and updated by where they lie,
     -- since nobody moves a row that we have locked.
@@ -271,13 +276,11 @@ begin
       end if;
       mixed := true;
     end loop;
-    filled := filled or want <= 0 and tight;
+    if tight then
+      filled := filled or want <= 0;
+    end if;
   end loop;
-  more := more or wanted <= 0 and not bound;
-  filled := filled or wanted <= 0 and bound or 0 = any(rests);
-  if asked.limited and taken > 0 then
-    perform shiftwork.lend_permits(asked.worker, asked.number);
-  end if;
+  more := more or wanted <= 0 and bound is not true;
 
   report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
                                        'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted,
@@ -285,19 +288,25 @@ begin
   if due.promoted > 0 then
     report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from due.earliest) * 1000000)::bigint);
   end if;
-  if filled then
-    report.payload := report.payload || '{"full": true}';
-  end if;
-  if ended is not null then
-    report.payload := report.payload || jsonb_build_object('ended', ended);
-  end if;
-  if filled and contested then
-    report.payload := report.payload || '{"next_due_in": 0}';
-  elsif not more then
+  if not more then
     report.payload := report.payload || jsonb_build_object('next_due_in', extract(epoch from least(
       (select job.run_at from shiftwork.jobs as job
         where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached) order by job.run_at limit 1),
       (select min(pause.until) from shiftwork.pauses as pause where pause.until > present)) - present));
+  end if;
+  if special then
+    if asked.limited and taken > 0 then
+      perform shiftwork.lend_permits(asked.worker, asked.number);
+    end if;
+    if filled or wanted <= 0 and bound or 0 = any(rests) then
+      report.payload := report.payload || '{"full": true}';
+      if contested then
+        report.payload := report.payload || '{"next_due_in": 0}';
+      end if;
+    end if;
+    if ended is not null then
+      report.payload := report.payload || jsonb_build_object('ended', ended);
+    end if;
   end if;
   return next report;
 end $$;
