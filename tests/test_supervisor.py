@@ -229,7 +229,7 @@ def test_if_the_supervisor_is_killed_nobody_is_left_behind(dsn: str) -> None:
 
 def test_a_rolling_restart_under_load_loses_and_counts_nothing(dsn: str) -> None:
     # spec: SH-36, SG-31
-    # fault: F25-26, F28
+    # fault: F25, F26, F28
     with Crew(dsn) as crew, supervised(dsn, "--processes", "2", "--concurrency", "4") as two:
         before = two.up(2)
         for task in ("note", "note_blocking", "transfer", "transfer_blocking"):
