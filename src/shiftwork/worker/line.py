@@ -112,23 +112,26 @@ class Line:
                 self._connection = None
 
     async def _open(self) -> AsyncConnection[Any]:
-        if self._connection is None and self._dsn is not None:
-            with suppress(DatabaseUnavailable):
-                self._connection = await aconnect(self._settings, self._dsn, name=self._name())
         if self._connection is None:
-            try:
-                connection = await aconnect(self._settings, name=self._name())
-            except DatabaseUnavailable:
-                if self._revive is None:
-                    raise
-                try:
-                    await asyncio.to_thread(self._revive)
-                except EmbeddedError as error:  # an outage as any other: it is tried again
-                    raise DatabaseUnavailable(str(error), maybe_committed=False) from None
-                connection = await aconnect(self._settings, name=self._name())
+            connection = await self._connect()
             self._connection = connection
             self._execute = aexecuting(connection, self._settings.schema, lent=False)
         return self._connection
+
+    async def _connect(self) -> AsyncConnection[Any]:
+        if self._dsn is not None:
+            with suppress(DatabaseUnavailable):
+                return await aconnect(self._settings, self._dsn, name=self._name())
+        try:
+            return await aconnect(self._settings, name=self._name())
+        except DatabaseUnavailable:
+            if self._revive is None:
+                raise
+        try:
+            await asyncio.to_thread(self._revive)
+        except EmbeddedError as error:  # an outage as any other: it is tried again
+            raise DatabaseUnavailable(str(error), maybe_committed=False) from None
+        return await aconnect(self._settings, name=self._name())
 
     def drop(self) -> None:
         """Hang up, without waiting for anything: the other side may not answer."""
