@@ -271,6 +271,21 @@ def test_jobs_taken_from_the_dead_are_counted_by_what_became_of_them() -> None:
     assert seen["shiftwork_reset_failures_total"] == seen["shiftwork_reset_errors_total"] == 1
 
 
+def test_hooks_before_and_after_jobs_are_timed_apart_from_them() -> None:
+    # spec: SG-36
+    metrics = Metrics(["t"], dict)
+    for hook in ("before_job", "after_job", "after_job"):
+        metrics(events.HookRan(hook, 1, "t", "q", 1, 0.25))
+    seen = {
+        (sample.name, sample.labels.get("hook")): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+        if sample.name.startswith("shiftwork_hook")
+    }
+    assert seen["shiftwork_hook_duration_seconds_count", "before_job"] == 1
+    assert seen["shiftwork_hook_duration_seconds_sum", "after_job"] == 0.5
+
+
 def test_labels_are_bounded_whatever_is_enqueued() -> None:
     # spec: A-24
     metrics = Metrics([f"task {n:04d}" for n in range(MOST_TASKS + 50)], dict)

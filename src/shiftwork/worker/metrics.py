@@ -95,6 +95,7 @@ class Metrics:
             self._tasks[name] = self._named[OTHER]
         self._unknown = self._named[UNKNOWN] = Task()
         self._claims, self._settlements, self._renewals = Durations(QUICK), Durations(QUICK), Durations(QUICK)
+        self._hooks: dict[str, Durations] = {}
         self._counts: Counter[tuple[str, ...]] = Counter()
         self._listens = 0
         self._waiting: Waiting = ()
@@ -114,6 +115,11 @@ class Metrics:
             took, seconds = task.took, event.seconds
             took.many[bisect_left(BOUNDS, seconds)] += 1
             took.total += seconds
+        elif type(event) is events.HookRan:
+            hook = self._hooks.get(event.hook)
+            if hook is None:
+                hook = self._hooks[event.hook] = Durations(QUICK)
+            hook.add(event.seconds)
         else:
             self._count(event)
             self._then(event)
@@ -214,6 +220,13 @@ class Metrics:
             family = HistogramMetricFamily(f"shiftwork_{name}_duration_seconds", words)
             family.add_metric((), *durations.told())
             yield family
+
+        hooks = HistogramMetricFamily(
+            "shiftwork_hook_duration_seconds", "How long hooks before and after jobs took.", labels=("hook",)
+        )
+        for name, durations in self._hooks.copy().items():
+            hooks.add_metric((name,), *durations.told())
+        yield hooks
 
         for name, (words, labels) in COUNTERS.items():
             counter = CounterMetricFamily(f"shiftwork_{name}", words, labels=labels)
