@@ -147,7 +147,7 @@ WORDS = {
     "ST-9": "hooks run before and after a handler; what goes wrong in them is a warning",
     "ST-10": "inside an open transaction nothing is committed, and all of it is undone with the caller",
     "ST-11": "a failure in SQL keeps message, detail, hint and context; how long a job took can be read",
-    "ST-14": "a job whose session died is taken back",
+    "ST-14": "a job whose session is gone from this database is taken back, without waiting for a lease",
     "ST-29": "a test enqueues in a transaction, processes, looks, and rolls back",
     "ST-30": "a new task in SQL: a procedure, a row in the registry, a function that enqueues",
     "ST-12": "deadlocks and serialization failures are repeated on the spot, a few times",

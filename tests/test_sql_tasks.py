@@ -499,12 +499,24 @@ def test_a_session_that_was_given_up_between_two_jobs_goes_on_as_another_worker(
 def test_a_session_that_dies_leaves_its_job_to_the_reaper(dsn: str, stats: Protocol) -> None:
     # spec: ST-14
     with processing(dsn, stats) as (job, session, call):
-        worker = stats.live(job)["worker"]
+        assert stats.reap() == {}
         stats.rows("select pg_terminate_backend(%s, 10000)", session.connection.info.backend_pid)
         assert isinstance(call.exception(30), psycopg.OperationalError)
-        stats.lapse(worker)
         assert stats.reap() == {job: "ready"}
         assert (stats.live(job)["resets"], units(stats)) == (1, [])
+
+
+def test_the_next_session_takes_over_from_one_that_died(dsn: str, stats: Protocol) -> None:
+    # spec: ST-14
+    with processing(dsn, stats) as (job, session, call):
+        stats.rows("select pg_terminate_backend(%s, 10000)", session.connection.info.backend_pid)
+        assert isinstance(call.exception(30), psycopg.OperationalError)
+        stats.rows("begin")
+        process(stats)
+        assert stats.state(job) == "running"  # inside a transaction nobody else's affairs are touched
+        stats.rows("rollback")
+        process(stats)
+        assert (stats.state(job), stats.job(job)["resets"], units(stats)) == ("completed", 1, [1])
 
 
 def test_a_call_that_is_cancelled_gives_its_job_back_at_once(dsn: str, stats: Protocol) -> None:

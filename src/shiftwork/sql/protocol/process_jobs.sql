@@ -78,6 +78,9 @@ begin
     'details', jsonb_build_object('session', current_setting('application_name'))));
   commits := shiftwork.is_free(refusal) and (
     select mine.xmin = pg_current_xact_id()::xid from shiftwork.workers as mine where mine.id = open_session.worker);
+  if commits then
+    perform shiftwork.reap(worker);      -- what a session left behind that died
+  end if;
 end $$;
 
 -- The next job for a session, which renews its lease with that, or becomes another worker where it was given up while it was

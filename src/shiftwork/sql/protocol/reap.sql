@@ -23,6 +23,19 @@ begin
      where one.gone_at is null and one.lease_until <= present and one.id <> reaper
      order by one.id for update skip locked);
   overdue := lapsed;
+  -- A session that processed jobs and is gone from this database: nobody has to wait for its lease. Where we may not see when a
+  -- session began, one with its number counts as the same.
+  if exists (select from shiftwork.workers as one where one.gone_at is null and one.details ? 'session') then
+    perform pg_stat_clear_snapshot();
+    lapsed := lapsed || array(
+      select one.id from shiftwork.workers as one
+       where one.gone_at is null and one.lease_until > present and one.details ? 'session' and one.id <> reaper
+         and not exists (
+           select from pg_catalog.pg_stat_activity as activity
+            where activity.datname = current_database() and activity.pid = one.backend_pid
+              and coalesce(activity.backend_start <= one.started_at, true))
+       order by one.id for update skip locked);
+  end if;
   if thorough then
     lapsed := lapsed || array(
       with recursive holding as (
