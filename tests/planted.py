@@ -102,9 +102,9 @@ BUGS = {
         "test_an_event_loop_that_is_blocked_does_not_keep_the_lease_from_being_renewed",
     ),
     "no poll behind NOTIFY": Bug(
-        "worker/worker.py",
-        "until = now + min(self._poll(), ",
-        "until = now + min(3600, ",
+        "worker/resting.py",
+        "until = time.monotonic() + seconds",
+        "until = time.monotonic() + 3600",
         "tests/test_worker_waking.py::test_without_notifications_work_is_found_by_polling[True]",
     ),
     "strays never found": Bug(

@@ -95,7 +95,7 @@ def account(dsn: str, protocol: Protocol, tmp_path: Path) -> tuple[Demo, Notes]:
         protocol.enqueue("deliver"): {"state": "failed", "error": {"code": "POISON"}},
         protocol.enqueue("invoice"): {"state": "completed"},
     }
-    protocol.claim(worker, most=10)
+    protocol.claim(worker, want=10)
     protocol.rows("update {}.jobs set resets = 1 where id = 1")
     protocol.settle(worker, *({"id": job, "attempt": 1, **how} for job, how in ended.items()))
     for job in (1, 2, 3):

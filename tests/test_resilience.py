@@ -607,7 +607,9 @@ async def test_a_worker_that_drains_and_its_successor_do_not_get_into_each_other
             assert former.seen(JobEnded, job=held)
             await works(latter)
             assert not latter.seen(LeaseLost)
-    assert protocol.value("select count(*) from {}.history where attempt > 1") == 0
+    # A claim may have been under way when the former was told to stop: then it gave that job back, which counts nothing.
+    assert protocol.value("select count(*) from {}.history where failures + resets > 0") == 0
+    assert protocol.job(held.id)["attempt"] == 1
 
 
 async def test_a_machine_without_threads_to_spare_costs_a_job_nothing(
@@ -647,7 +649,7 @@ async def test_the_clock_of_a_workers_machine_may_show_what_it_likes(
     app = working(dsn)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + hours * 3600)
-    async with app, Workshop(app, lease=timedelta(seconds=1)) as shop:
+    async with app, Workshop(app, lease=timedelta(seconds=6)) as shop:
         later = await app.find("quick").using(delay=timedelta(milliseconds=300)).aenqueue()
         await works(shop)
         await shop.ended(later, state="completed")

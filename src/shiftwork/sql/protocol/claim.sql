@@ -72,7 +72,7 @@ begin
          coalesce(given.due, 0) as due,
          exists (select from shiftwork.jobs as job where job.state = 'scheduled' and job.run_at <= present
                     and job.run_at >= shiftwork.place_time(given.due)) as is_due,
-         given.but, given.conditions, given.most,
+         nullif(given.but, 'null') as but, nullif(given.conditions, 'null') as conditions, nullif(given.most, 'null') as most,
          exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited
     into asked
     from jsonb_to_record(request) as given (
