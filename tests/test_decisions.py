@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shiftwork import Cancel, Poison, Retry, RetryLater, Snooze
@@ -103,6 +103,8 @@ policies = st.builds(
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(policies, st.integers(0, 2000), st.integers(1, 2000), st.floats(0, 1))
+@example(Retry(jitter=5e-324), 0, 2, 0.25)
+@example(Retry(jitter=0.5), 0, 2, 5e-324)
 def test_python_and_sql_agree_about_any_policy(
     protocol: Protocol, retry: Retry, failures: int, max_attempts: int, chance: float
 ) -> None:

@@ -31,6 +31,9 @@ begin
       -- By logarithms, since the power itself may be too large for a number.
       wait := case when cap = 0 or ln(wait) + (count - listed) * ln(factor) > ln(cap) then cap else wait * factor ^ (count - listed) end;
     end if;
-    wait := least(wait, cap) * (1 - jitter + 2 * jitter * chance);
+    wait := least(wait, cap);
+    if jitter > 1e-9 then                              -- less is nothing, and a product too small for a number is an error
+      wait := wait * (1 - jitter + 2 * jitter * greatest(chance, 1e-9));
+    end if;
   end if;
 end $$;
