@@ -242,7 +242,7 @@ class Workshop:
     def _is_asleep(self) -> bool:
         if self._last_point != "asleep" or self.worker._wake._event.is_set():
             return False
-        return self.worker._listener.proven or not self.worker._settings.notify
+        return self.worker._listener.proven or not self.worker.settings.notify
 
     def stir(self) -> None:
         """Something happened: whoever waits looks again."""

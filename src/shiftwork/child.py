@@ -38,8 +38,6 @@ from shiftwork.errors import (
     ConfigurationError,
     FinishUndone,
     Interrupted,
-    InvalidArgument,
-    UnfitArguments,
     UnknownHandler,
 )
 from shiftwork.job import State
@@ -48,7 +46,7 @@ from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker import processes
-from shiftwork.worker.attempt import USUAL, decided, lent
+from shiftwork.worker.attempt import USUAL, decided, lent, prepared
 from shiftwork.worker.pipe import (
     Begin,
     Call,
@@ -220,18 +218,11 @@ class Place:
 
     def _prepared(self, run: Run, timeout: timedelta | None) -> Callable[[], Any]:
         """The handler with its arguments."""
-        task = run.task
-        if task is None:
+        if run.task is None:
             raise UnknownHandler(f"this process has no task {run.name!r}")
-        try:
-            args, kwargs = task.signature.decode_json(run.payload or "null")
-        except InvalidArgument as error:
-            raise UnfitArguments(str(error)) from None
-        if task.context_parameters or self._middleware:
+        if self._middleware or run.task.context_parameters:
             run.context = ListeningContext(run, self, timeout)
-            for name in task.context_parameters:
-                kwargs[name] = run.context
-        return partial(task.function, *args, **kwargs)
+        return prepared(run)
 
     def _awaited(self, run: Run, call: Callable[[], Any]) -> Any:  # noqa: ANN401
         """What the handler returns, in an event loop that hears what the worker says, inside the middleware."""

@@ -282,21 +282,15 @@ class Attempts:
 
     def _prepared(self, run: Run) -> partial[Any]:
         """The handler with its arguments, as far as they are stored or known by now."""
-        task: Task | None = run.task
-        if task is None:
+        if run.task is None:
             raise UnknownHandler(f"this worker has no task {run.name!r}")
-        try:
-            args, kwargs = task.signature.decode_json(run.payload or "null")
-        except InvalidArgument as error:
-            raise UnfitArguments(str(error)) from None
-        timeout = self._timeout(task)
+        timeout = self._timeout(run.task)
+        if self._middleware or run.task.context_parameters:
+            run.context = Context(run, self, timeout)
+        call = prepared(run)
         if timeout is not None:
             self._deadlines.add(run, timeout.total_seconds())
-        if task.context_parameters or self._middleware:
-            run.context = Context(run, self, timeout)
-            for name in task.context_parameters:
-                kwargs[name] = run.context
-        return partial(task.function, *args, **kwargs)
+        return call
 
     async def _repeated(
         self,
@@ -486,6 +480,18 @@ class Attempts:
     def _finished(self, run: Run, result: object) -> Outcome:
         encoded = run.task.signature.encode_result(result)
         return Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
+
+
+def prepared(run: Run) -> partial[Any]:
+    """The handler with its arguments, and with its context, if it has one and asks for it."""
+    task: Task = run.task
+    try:
+        args, kwargs = task.signature.decode_json(run.payload or "null")
+    except InvalidArgument as error:
+        raise UnfitArguments(str(error)) from None
+    for name in task.context_parameters:
+        kwargs[name] = run.context
+    return partial(task.function, *args, **kwargs)
 
 
 def decided(run: Run, ending: Ending) -> Outcome:

@@ -53,6 +53,7 @@ from shiftwork.worker.pipe import (
 )
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
+from shiftwork.worker.state import memory_of
 
 GRACE = 1.0
 """Seconds in which a job that was cancelled, or took too long, may end by itself."""
@@ -322,11 +323,7 @@ class Process:
     @property
     def memory(self) -> int:
         """The bytes that it has, where that can be seen."""
-        try:
-            pages = Path(f"/proc/{self.pid}/statm").read_text("ascii").split()[1]
-        except (OSError, IndexError):
-            return 0
-        return int(pages) * os.sysconf("SC_PAGESIZE")
+        return memory_of(self.pid)
 
     async def start(self) -> None:
         """Start it, and wait until it has imported the app."""

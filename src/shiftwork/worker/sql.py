@@ -40,7 +40,9 @@ class SqlTask:
     name: str
     handler: str
     queue: str | None
-    policy: Mapping[str, Any] | None
+    retry: Retry
+    """The policy, for one that commits by itself; all others are decided about in the database."""
+
     timeout: timedelta | None
     commits: bool
 
@@ -58,15 +60,8 @@ class SqlTask:
     def function(**payload: object) -> Any:  # noqa: ANN401
         """What stands in for the routine where a function is looked at."""
 
-    @property
-    def signature(self) -> Signature:
-        """It takes anything."""
-        return Signature(self.name, self.function)
-
-    @property
-    def retry(self) -> Retry:
-        """The policy, for one that commits by itself; all others are decided about in the database."""
-        return Retry.from_json({**Retry().as_json(), **(self.policy or {})})
+    signature = Signature("sql", function)
+    """It takes anything."""
 
     @property
     def entry(self) -> Mapping[str, Any]:
@@ -81,7 +76,7 @@ def found(row: Mapping[str, Any]) -> SqlTask:
         row["name"],
         row["handler"],
         row["queue"],
-        row["retry"],
+        Retry.from_json({**Retry().as_json(), **(row["retry"] or {})}),
         None if seconds is None else timedelta(seconds=float(seconds)),
         row["commits"],
     )

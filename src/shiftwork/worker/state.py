@@ -32,10 +32,17 @@ def described(settings: Settings) -> Mapping[str, object]:
 
 
 def memory() -> int:
-    """How much memory this process has, in bytes."""
+    """How much memory this process has, in bytes; where that cannot be seen, the most that it ever had."""
+    if seen := memory_of("self"):
+        return seen
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def memory_of(process: int | str) -> int:
+    """How much memory a process has, in bytes; 0 where that cannot be seen."""
     try:
-        with open("/proc/self/statm", "rb") as told:  # noqa: PTH123  -- with every heartbeat, and quicker
+        with open(f"/proc/{process}/statm", "rb") as told:  # noqa: PTH123  -- again and again, and quicker
             return int(told.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # where there is no such file, the most that it ever had
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    except (OSError, IndexError):
+        return 0

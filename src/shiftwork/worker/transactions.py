@@ -25,6 +25,7 @@ import msgspec
 import psycopg
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.pq import Escaping, TransactionStatus
+from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
 from shiftwork.database import Statement, aconnect, connect, cut, translate
@@ -146,8 +147,8 @@ class Transactions:
         """Let the routine of a job be called, and what came of it be written: how that was answered."""
         await self._execute(connection, self._store.run_job(run.worker, run.id, run.attempt), commits=True)
         cursor = connection.own
-        while not (result := cursor.pgresult) or not result.ntuples:
-            cursor.nextset()
+        if _found(cursor) is None:
+            raise Unsure("what came of the job was not answered")
         answer, state, wait, error = cast("tuple[Any, ...]", await cursor.fetchone())
         return {"answer": answer, "state": state, "wait": wait, "error": json.loads(error or "null")}
 
@@ -288,11 +289,18 @@ def _as_written(outcome: Outcome, cursor: AsyncCursor[Any] | Cursor[Any]) -> Out
     """A job that would run again may have been ended instead: too late, or asked to be cancelled."""
     if outcome.state is not State.SCHEDULED:
         return outcome
-    while not (result := cursor.pgresult) or not result.ntuples:
-        if not cursor.nextset():
-            return outcome
+    if (result := _found(cursor)) is None:
+        return outcome
     state = State((result.get_value(0, 0) or b"").decode())
     return outcome if state is outcome.state else msgspec.structs.replace(outcome, state=state, delay=None)
+
+
+def _found(cursor: AsyncCursor[Any] | Cursor[Any]) -> PGresult | None:
+    """The answer with rows among those to several statements; the cursor stands there."""
+    while not (result := cursor.pgresult) or not result.ntuples:
+        if not cursor.nextset():
+            return None
+    return result
 
 
 def _last(idle: deque[C]) -> C | None:

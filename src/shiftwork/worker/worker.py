@@ -31,7 +31,7 @@ from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
 from shiftwork.worker import sql
 from shiftwork.worker.attempt import At, Attempts, Middleware
-from shiftwork.worker.duties import Duties
+from shiftwork.worker.duties import STRIKES, Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
 from shiftwork.worker.lanes import Lane, Lanes
 from shiftwork.worker.leases import Held, Leases, through_suspend
@@ -44,6 +44,7 @@ from shiftwork.worker.settling import Settling
 from shiftwork.worker.singleton import Singleton
 from shiftwork.worker.slots import Slots
 from shiftwork.worker.state import described, memory
+from shiftwork.worker.supervised import process
 from shiftwork.worker.transactions import Transactions
 from shiftwork.worker.waking import Listener, Wake
 
@@ -72,10 +73,9 @@ STUBBORN = 1.0
 LAST = 1.0
 """Seconds in which the database has to answer at the very end."""
 
-PERMANENT = 3
-"""After so many refusals in a row reaping is left alone for a while: it would be refused again."""
-
 LEFT_ALONE = 600.0
+"""Seconds for which reaping is left alone after it was refused too often in a row: it would be refused again."""
+
 LONG = 600.0
 """Seconds that a statement of a duty may take: some of them read and write a lot."""
 
@@ -105,7 +105,7 @@ class Worker:
         """How many jobs it has claimed."""
 
         self.holding: Held = {}
-        self.settings = self._settings = settings
+        self.settings = settings
         self._store = Protocol(settings.schema)
         self._tasks = tasks
         self._queues = _queues(settings, tasks)
@@ -129,7 +129,11 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
-        self._paused = self._skipped = self._full = False
+        self._paused = False
+        self._skipped = False
+        """Whether a hook has left a claim out."""
+
+        self._full = False
         """Whether a limit of the cluster kept us from claiming: then what ends here may let another begin."""
 
         self._passing = False
@@ -142,6 +146,8 @@ class Worker:
         self._notifications = self._reap_at = 0.0
         self._refusals = 0
         self._failed = False
+        """Whether it stops for a reason that is none to be content with."""
+
         self._piling_up = False
         """Whether the server's queue of notifications is about to be full."""
 
@@ -165,9 +171,9 @@ class Worker:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
         self._asking = Asking(self._hooks.before_claim, self._publish)
         self._told_beginnings = [*filter(_wants_beginnings, self._subscribers)]
-        self._line = Line(self._settings, self._name, self._revive)
+        self._line = Line(self.settings, self._name, self._revive)
         self._leases = Leases(
-            self._settings,
+            self.settings,
             self._store,
             self.holding,
             pulse=self._take_pulse,
@@ -178,26 +184,26 @@ class Worker:
         )
         self._duties = Duties(
             self._store,
-            Line(self._settings, lambda: f"{self._name()} duties", self._revive, answer=LONG),
+            Line(self.settings, lambda: f"{self._name()} duties", self._revive, answer=LONG),
             worker=lambda: self.id,
             publish=self._publish,
             trouble=lambda error: self._trouble("duties", error),
         )
         self._settling = Settling(
             self._store,
-            Line(self._settings, self._name, self._revive),
+            Line(self.settings, self._name, self._revive),
             answered=self._answered,
             trouble=lambda error: self._trouble("settling", error),
             more=lambda: bool(self._slots.ready),
             wrote=lambda jobs, seconds: self._publish(events.Settled(jobs, seconds)),
             at=self._at,
         )
-        self._transactions = Transactions(self._settings, self._store, self._name)
+        self._transactions = Transactions(self.settings, self._store, self._name)
         self._processes = Processes(
-            self._settings, self._process_begin, self._tasks, self._settling, self._publish
+            self.settings, self._process_begin, self._tasks, self._settling, self._publish
         )
         attempts = Attempts(
-            self._settings,
+            self.settings,
             self._store,
             self._settling,
             self._transactions,
@@ -213,12 +219,12 @@ class Worker:
             stop=self.tell,
             at=self._at,
         )
-        self._slots = Slots(self._settings.concurrency, attempts.begin, self._freed)
+        self._slots = Slots(self.settings.concurrency, attempts.begin, self._freed)
         self._listener = Listener(
-            self._settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
+            self.settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
         )
-        self._endpoint = self._opened() if self._settings.metrics_port else None
-        self._singleton = Singleton(self._settings, self._lost_singleton)
+        self._endpoint = self._opened() if self.settings.metrics_port else None
+        self._singleton = Singleton(self.settings, self._lost_singleton)
         cancelled: asyncio.CancelledError | None = None
         try:
             await self._unless_stopped(self._begin())
@@ -270,12 +276,12 @@ class Worker:
                 await self._wait_out(patience)
 
     def _settings_patience(self) -> Patience:
-        settings = self._settings
+        settings = self.settings
         return Patience(settings.reconnect.total_seconds(), settings.reconnect_most.total_seconds())
 
     async def _wait_out(self, patience: Patience) -> None:
         """The database is away: wait for the next try, or end if there have been enough."""
-        tries = self._settings.reconnect_tries
+        tries = self.settings.reconnect_tries
         if tries is not None and patience.tries >= tries:
             self._failed = True
             self.stop(f"the database was away for {tries} tries")
@@ -303,7 +309,7 @@ class Worker:
 
     @property
     def _patience(self) -> float:
-        return max(LAST, min(self._settings.grace, self._settings.heartbeat).total_seconds())
+        return max(LAST, min(self.settings.grace, self.settings.heartbeat).total_seconds())
 
     def stop(self, why: str = "asked to stop", *, now: bool = False) -> None:
         """Claim no more; running jobs have the grace to end, or with `now` none."""
@@ -388,9 +394,9 @@ class Worker:
 
     def _room(self) -> int:
         """How many jobs may be claimed now."""
-        room = self._slots.free + self._settings.prefetch - len(self._backlog)
-        if self._settings.max_jobs is not None:
-            room = min(room, self._settings.max_jobs - self.jobs)
+        room = self._slots.free + self.settings.prefetch - len(self._backlog)
+        if self.settings.max_jobs is not None:
+            room = min(room, self.settings.max_jobs - self.jobs)
         return min(room, BATCH, UNWRITTEN - self._settling.waiting)
 
     async def _claim(self, lane: Lane, wish: Mapping[str, int | None]) -> Claimed | None:
@@ -504,7 +510,7 @@ class Worker:
             if will_pass(error):
                 raise
             self._refusals += 1  # and no reason to claim any less
-            if self._refusals >= PERMANENT:
+            if self._refusals >= STRIKES:
                 self._refusals, self._reap_at = 0, time.monotonic() + LEFT_ALONE
             self._trouble("reaping", error)
             return
@@ -536,7 +542,7 @@ class Worker:
             self._lanes.look()
 
     async def _declare(self, seconds: float) -> set[str]:
-        if not self._settings.notify:
+        if not self.settings.notify:
             return set()
         return await self._line.perform(operations.sleep(self._store, seconds))
 
@@ -549,13 +555,13 @@ class Worker:
         return idle and not self._is_done(idle)
 
     def _poll(self) -> float:
-        settings = self._settings
+        settings = self.settings
         poll = settings.poll if self._listener.proven else settings.poll_unproven
         return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
 
     def _is_done(self, idle: bool) -> bool:
         """Whether this worker has done what it was to do; then it stops."""
-        settings = self._settings
+        settings = self.settings
         if self.holding:
             return False
         if settings.max_jobs is not None and self.jobs >= settings.max_jobs:
@@ -639,7 +645,7 @@ class Worker:
             return
         if self.holding.get(run.id) is run:
             del self.holding[run.id]
-            if not self.holding and (self._settings.stop_when_idle or self._settings.max_jobs):
+            if not self.holding and (self.settings.stop_when_idle or self.settings.max_jobs):
                 self._wake()
             if self._full:
                 self._lanes.look()  # what was passed by may have room now
@@ -707,7 +713,7 @@ class Worker:
                 await self._find_sql_tasks()
                 await self._register()
             except DatabaseError as error:
-                waits = isinstance(error, NotInstalled) and self._settings.wait
+                waits = isinstance(error, NotInstalled) and self.settings.wait
                 if not (waits or will_pass(error)):
                     raise
                 self._trouble("beginning", error)
@@ -724,12 +730,12 @@ class Worker:
         }
         if fresh:
             self._tasks = {**self._tasks, **fresh}
-            self._queues = _queues(self._settings, self._tasks)
-            self._lanes = Lanes(self._settings, self._tasks, self._queues)
+            self._queues = _queues(self.settings, self._tasks)
+            self._lanes = Lanes(self.settings, self._tasks, self._queues)
 
     async def _take_singleton(self) -> bool:
         """Be the only one of our name; who is not waits a moment, or ends."""
-        name, standby = self._settings.singleton, self._settings.standby
+        name, standby = self.settings.singleton, self.settings.standby
         if name is None or self._singleton.held:
             return True
         holder = await self._singleton.take()
@@ -750,11 +756,11 @@ class Worker:
         return False
 
     def _lost_singleton(self, why: str) -> None:
-        self._publish(events.SingletonLost(self._settings.singleton or "", why))
+        self._publish(events.SingletonLost(self.settings.singleton or "", why))
         self._wake()
 
     async def _register(self) -> None:
-        settings, host, pid = self._settings, socket.gethostname(), os.getpid()
+        settings, host, pid = self.settings, socket.gethostname(), os.getpid()
         sent = through_suspend()
         self.id = await self._line.perform(
             operations.register(
@@ -793,7 +799,7 @@ class Worker:
         if self._unanswered:  # what a claim took without our knowing need not wait for the lease
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leases.reconcile(), LAST)
-        grace = 0.0 if self._at_once else self._settings.grace.total_seconds()
+        grace = 0.0 if self._at_once else self.settings.grace.total_seconds()
         until = self._stopped_at + max(grace, STUBBORN)
         await self._until_quiet(self._stopped_at + grace - time.monotonic())
         if self._slots.busy:
@@ -842,7 +848,7 @@ class Worker:
 
     def _name(self) -> str:
         """What our sessions are called: the reaper finds by it those of a worker that is lost."""
-        return f"{self._settings.schema} {self.id or 'worker'}"
+        return f"{self.settings.schema} {self.id or 'worker'}"
 
     def _state(self) -> Mapping[str, object]:
         """What is kept with a heartbeat; asked for by its thread."""
@@ -861,8 +867,8 @@ class Worker:
         from shiftwork.worker.health import Health  # noqa: PLC0415
         from shiftwork.worker.metrics import Metrics  # noqa: PLC0415
 
-        settings = self._settings
-        port = settings.metrics_port + int(os.environ.get("SHIFTWORK_PROCESS", "0"))
+        settings = self.settings
+        port = settings.metrics_port + (process() or 0)
         health = Health()
         metrics = Metrics(self._tasks, lambda: self._facts(health), then=health)
         endpoint = Endpoint(
@@ -891,7 +897,7 @@ class Worker:
         }
 
     def _ends_at(self) -> float | None:
-        longest = self._settings.max_time
+        longest = self.settings.max_time
         return None if longest is None else time.monotonic() + longest.total_seconds()
 
 
