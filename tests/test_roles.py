@@ -38,7 +38,6 @@ STEERING = {
     "kind_of",
     "target_of",
 }
-STEERING |= {"register_task", "check_retry", "is_within"}
 NOBODY = {
     "check_payload",
     "complete_insert",

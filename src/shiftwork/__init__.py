@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shiftwork.job import Attempt, Job, NewJob, State
     from shiftwork.retry import Retry
     from shiftwork.settings import Settings
-    from shiftwork.task import AsyncTask, PlainTask, Task
+    from shiftwork.task import AsyncTask, PlainTask, SqlTask, Task
     from shiftwork.worker.hooks import Round
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "Settings",
     "ShiftworkError",
     "Snooze",
+    "SqlTask",
     "State",
     "Task",
     "UnknownJob",
@@ -89,7 +90,7 @@ _HOMES = {
     "shiftwork.job": ("Attempt", "Job", "NewJob", "State"),
     "shiftwork.retry": ("Retry",),
     "shiftwork.settings": ("Settings",),
-    "shiftwork.task": ("AsyncTask", "PlainTask", "Task"),
+    "shiftwork.task": ("AsyncTask", "PlainTask", "SqlTask", "Task"),
     "shiftwork.worker.hooks": ("Round",),
 }
 

@@ -37,6 +37,7 @@ from shiftwork.task import (
     Options,
     PlainTask,
     PlainTaskWith,
+    SqlTask,
     Surroundings,
     Task,
 )
@@ -161,6 +162,7 @@ class App(Surroundings):
         self.default_code = default_code
         check_codes("App", self.codes, default_code)
         self._tasks: dict[str, Task[Any, Any]] = {}
+        self._sql_tasks: dict[str, SqlTask] = {}
         self._client: Client | None = None
         self._server: Server | None = None
         self._opening = threading.Lock()
@@ -171,12 +173,18 @@ class App(Surroundings):
         """Why this process may not use the database, if it may not."""
 
     def __repr__(self) -> str:
-        return f"<App with {len(self._tasks)} tasks in schema {self.settings.schema}>"
+        many = len(self._tasks) + len(self._sql_tasks)
+        return f"<App with {many} tasks in schema {self.settings.schema}>"
 
     @property
     def tasks(self) -> Mapping[str, Task[Any, Any]]:
         """The tasks by name."""
         return MappingProxyType(self._tasks)
+
+    @property
+    def sql_tasks(self) -> Mapping[str, SqlTask]:
+        """The tasks whose code is in the database, by name."""
+        return MappingProxyType(self._sql_tasks)
 
     @overload
     def task(  # type: ignore[overload-overlap]
@@ -276,16 +284,7 @@ class App(Surroundings):
         )
 
         def declare(function: Callable[..., Any]) -> Task[Any, Any]:
-            called = check_name("the name of a task", name or str(getattr(function, "__name__", "")))
-            if called in self._tasks:
-                raise ConfigurationError(
-                    f"there is a task {called!r} already ({self._tasks[called].function.__module__}); "
-                    "give one of them another name: @app.task(name=…)"
-                )
-            try:
-                self.check_queue(queue or "default")
-            except InvalidArgument as error:
-                raise ConfigurationError(f"task {called!r}: {error}") from None
+            called = self._new_name(name or str(getattr(function, "__name__", "")), queue)
             kind = AsyncTask if inspect.iscoroutinefunction(function) else PlainTask
             task: Task[Any, Any] = kind(self, function, name=called, options=options, running=running)
             _check_merge_arguments(task, merge)
@@ -293,6 +292,77 @@ class App(Surroundings):
             return task
 
         return declare if function is None else declare(function)
+
+    def sql_task(
+        self,
+        name: str,
+        *,
+        handler: str,
+        queue: str | None = None,
+        priority: int | None = None,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        before: str | None = None,
+        after: str | None = None,
+        commits: bool = False,
+        description: str | None = None,
+        expires_in: timedelta | None = None,
+        scope: Scope | None = None,
+        action: Action | None = None,
+        window: timedelta | None = None,
+        merge: str | Mapping[str, str] | None = None,
+        tags: Sequence[str] | None = None,
+        keep: timedelta | int | None = None,
+        max_running: int | None = None,
+        on_lost: OnLost = "requeue",
+        max_resets: int | None = None,
+    ) -> SqlTask:
+        """Declare a task whose code is a routine in the database; a worker enters it in the registry when it starts.
+
+        derive_units = app.sql_task("derive_units", handler="stats.derive_units(jsonb)", queue="analytics")
+        derive_units.enqueue(ids=[1, 2])
+        """
+        task = SqlTask(
+            self,
+            name=self._new_name(name, queue),
+            options=sending(
+                queue=queue,
+                priority=priority,
+                max_attempts=None if retry is None else retry.max_attempts or UNLIMITED,
+                expires_in=expires_in,
+                scope=scope,
+                action=action,
+                window=window,
+                merge=merge,
+                tags=tags,
+                keep=keep,
+            ),
+            running=Options(
+                retry=retry, timeout=timeout, max_running=max_running, on_lost=on_lost, max_resets=max_resets
+            ),
+            handler=handler,
+            before=before,
+            after=after,
+            commits=commits,
+            description=description,
+        )
+        self._sql_tasks[name] = task
+        return task
+
+    def _new_name(self, name: str, queue: str | None) -> str:
+        """The name of a task to be declared, which goes to that queue, if both can be."""
+        check_name("the name of a task", name)
+        if name in self._tasks or name in self._sql_tasks:
+            known = self._tasks.get(name)
+            where = f" ({known.function.__module__})" if known else ""
+            raise ConfigurationError(
+                f"there is a task {name!r} already{where}; give one of them another name: @app.task(name=…)"
+            )
+        try:
+            self.check_queue(queue or "default")
+        except InvalidArgument as error:
+            raise ConfigurationError(f"task {name!r}: {error}") from None
+        return name
 
     def enqueue_many(
         self, jobs: Iterable[NewJob[R]], *, connection: object = None, atomic: bool = True
@@ -548,7 +618,10 @@ class App(Surroundings):
             chosen,
             self._tasks,
             begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
-            limits=_limits(self._max_running, self._queue_limits, self._tasks.values()),
+            routines=[task.routine for task in self._sql_tasks.values()],
+            limits=_limits(
+                self._max_running, self._queue_limits, [*self._tasks.values(), *self._sql_tasks.values()]
+            ),
             hooks=self._hooks,
             middleware=self._middleware,
             subscribers=[Telling(), *self._subscribers],
@@ -616,7 +689,7 @@ def _declared(queues: Sequence[str] | Mapping[str, int | None]) -> tuple[str, ..
 
 
 def _limits(
-    over_all: int | None, queues: Mapping[str, int | None], tasks: Iterable[Task[Any, Any]]
+    over_all: int | None, queues: Mapping[str, int | None], tasks: Iterable[Task[Any, Any] | SqlTask]
 ) -> dict[str, Any]:
     """How many may run at once in the cluster, as the workers of this program declare it."""
     of_queues = {name: most for name, most in queues.items() if most is not None}

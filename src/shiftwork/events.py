@@ -40,6 +40,21 @@ class WorkerStopped(Event, frozen=True):
     abandoned: int
 
 
+class TasksChanged(Event, frozen=True):
+    """The registry has other tasks in SQL than before, and so a worker serves others."""
+
+    worker: int
+    queues: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+class TaskLeftOut(Event, frozen=True):
+    """A task in SQL cannot be run, or not be entered in the registry; all others can."""
+
+    task: str
+    why: str
+
+
 class EndpointOpened(Event, frozen=True):
     """A worker tells over HTTP how it is."""
 

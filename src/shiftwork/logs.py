@@ -174,6 +174,13 @@ def _other_words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0
             return logging.INFO, f"the process of worker {worker} is dead; its jobs do not wait for its lease"
         case events.WorkDone(ended):
             return logging.INFO, f"done: {tally(ended)}"
+        case events.TasksChanged(worker, queues, tasks):
+            return (
+                logging.INFO,
+                f"worker {worker} serves {', '.join(queues)} now: {_many(len(tasks), 'task')}",
+            )
+        case events.TaskLeftOut(task, why):
+            return logging.ERROR, f"task {task} is left out: {why}"
         case events.StandingBy(name, holder):
             return logging.INFO, f"stands by: another worker is at work as {name!r}: {holder}"
         case events.SingletonHeld(name):

@@ -536,6 +536,37 @@ def declare_tasks(store: Protocol, tasks: Sequence[Mapping[str, object]]) -> Pla
     return int(rows[0]["written"])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routine:
+    """A task whose code is a routine in the database, as `shiftwork.register_task` takes it; lengths are seconds."""
+
+    task: str
+    handler: str
+    queue: str | None = None
+    priority: int | None = None
+    retry: Mapping[str, object] | None = None
+    timeout: float | None = None
+    before: str | None = None
+    after: str | None = None
+    commits: bool = False
+    description: str | None = None
+    unique_scope: str | None = None
+    unique_action: str | None = None
+    unique_window: float | None = None
+    merge: str | Mapping[str, str] | None = None
+    max_resets: int | None = None
+    on_lost: str = "requeue"
+
+
+def register_task(store: Protocol, routine: Routine) -> Plan[bool]:
+    """Enter a task whose code is a routine in the database; says whether that was news."""
+    said = dataclasses.asdict(routine)
+    for name in ("retry", "merge"):
+        said[name] = None if said[name] is None else _encoder.encode(said[name]).decode()
+    rows = yield store.register_task(*said.values())
+    return bool(rows[0]["news"])
+
+
 def sql_tasks(store: Protocol) -> Plan[Rows]:
     """Tasks of the registry whose code is a routine in the database."""
     return (yield store.sql_tasks())

@@ -310,6 +310,62 @@ class Task(Sending[P, R]):
         return name
 
 
+class SqlTask(Sending[..., Any]):
+    """A task whose code is a routine in the database; what it is enqueued with is its payload.
+
+    derive_units = app.sql_task("derive_units", handler="stats.derive_units(jsonb)", queue="analytics")
+    derive_units.enqueue(ids=[1, 2])
+    """
+
+    def __init__(
+        self,
+        app: Surroundings,
+        *,
+        name: str,
+        options: Mapping[str, Any],
+        running: Options,
+        handler: str,
+        before: str | None = None,
+        after: str | None = None,
+        commits: bool = False,
+        description: str | None = None,
+    ) -> None:
+        running.check(name)
+        retry = running.retry
+        if retry is not None and retry.on is not None and not _are_codes(retry.on):
+            raise ConfigurationError(
+                f"task {name!r}: what a routine fails with has a code, and so retry takes on=('40001', …) and nothing else"
+            )
+        super().__init__(app, Signature(name, _any_payload), options)
+        self.timeout = running.timeout
+        self.max_running = running.max_running
+        kept = ("queue", "priority", "unique_scope", "unique_action", "unique_window", "merge")
+        self.routine = operations.Routine(
+            task=name,
+            handler=handler,
+            retry=None if retry is None else retry.as_json(),
+            timeout=None if running.timeout is None else running.timeout.total_seconds(),
+            before=before,
+            after=after,
+            commits=commits,
+            description=None if description is None else safe_text(description, 1000),
+            max_resets=running.max_resets,
+            on_lost=running.on_lost,
+            **{name: options.get(name) for name in kept},
+        )
+
+    def __repr__(self) -> str:
+        return f"<SqlTask {self.name}>"
+
+
+def _any_payload(**payload: object) -> Any:  # noqa: ANN401
+    """What a routine takes, as far as Python knows."""
+
+
+def _are_codes(on: object) -> bool:
+    return isinstance(on, str) or (isinstance(on, tuple) and all(isinstance(one, str) for one in on))
+
+
 class PlainTask(Task[P, R]):
     """A task whose function blocks."""
 

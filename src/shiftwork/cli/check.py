@@ -51,7 +51,10 @@ KINDS: dict[str, tuple[str, str]] = {
     "SW-201": ("error", "Write it like app:app or path/to/app.py:app, and start where your program is."),
     "SW-202": ("error", "Mend your program; the message ends with what it raised, and where."),
     "SW-203": ("warning", "Enqueue and ask in functions, not while the module is imported."),
-    "SW-301": ("error", "Declare tasks with @app.task, or have the module of the app import those that do."),
+    "SW-301": (
+        "error",
+        "Declare tasks with @app.task or app.sql_task, or have the module of the app import those that do.",
+    ),
     "SW-302": (
         "warning",
         "Add the queue to `queues`, or let another worker serve it; else these jobs wait for ever.",
@@ -273,15 +276,17 @@ def registry(app: App) -> Problems:
     from shiftwork.worker.processes import beginning  # noqa: PLC0415
 
     settings, tasks = app.settings, app._tasks  # noqa: SLF001
-    if not tasks:
+    every = {**tasks, **app.sql_tasks}
+    if not every:
         yield Problem("SW-301", "there are no tasks to run")
-    named = {"default", *(task.queue for task in tasks.values() if task.queue)}
+    named = {"default", *(task.queue for task in every.values() if task.queue)}
     served = set(settings.queues) or named
+    yield from (
+        Problem("SW-302", f"task {name!r} sends to {task.queue or 'default'!r}, which is not served")
+        for name, task in every.items()
+        if (task.queue or "default") not in served
+    )
     for task in tasks.values():
-        if (task.queue or "default") not in served:
-            yield Problem(
-                "SW-302", f"task {task.name!r} sends to {task.queue or 'default'!r}, which is not served"
-            )
         yield from _policy(task)
         try:
             _ = task.context_parameters, task.connection_parameter
@@ -291,7 +296,7 @@ def registry(app: App) -> Problems:
         if queue not in served:
             yield Problem("SW-303", f"queue_concurrency limits {queue!r}, which is not served")
     for name in settings.task_concurrency:
-        if name not in tasks:
+        if name not in every:
             yield Problem("SW-303", f"task_concurrency limits {name!r}, and there is no such task")
     if app.queues is not None:
         for queue in (*settings.queues, *settings.queue_concurrency):

@@ -89,7 +89,9 @@ grant execute on function
   shiftwork.is_free(text), shiftwork.open_session(text, text), shiftwork.next_job(bigint, text, int, timestamptz, interval),
   shiftwork.run_job(bigint, bigint, int, boolean, text), shiftwork.close_session(bigint, bigint, int),
   shiftwork.run_routine(text, boolean, jsonb, text), shiftwork.run_hook(text, bigint, int, jsonb, text), shiftwork.seconds_of(text),
-  shiftwork.report_progress(double precision, text), shiftwork.routine_call(text, boolean), shiftwork.decide(int, int, jsonb, text, double precision, double precision)
+  shiftwork.report_progress(double precision, text), shiftwork.routine_call(text, boolean), shiftwork.decide(int, int, jsonb, text, double precision, double precision),
+  shiftwork.register_task(text, text, text, int, int, jsonb, interval, text, text, boolean, text, text, text, interval, jsonb, int, text, text),
+  shiftwork.check_retry(jsonb), shiftwork.is_within(jsonb, numeric, numeric)          -- only if that is nothing new
   to shiftwork_worker, shiftwork_operator;
 
 grant execute on procedure shiftwork.process_jobs(text, int, interval, int) to shiftwork_worker, shiftwork_operator;
@@ -102,7 +104,5 @@ grant execute on function
   shiftwork.cancel(bigint[], text, text), shiftwork.complete(bigint, jsonb, text), shiftwork.revive(bigint[], text), shiftwork.run_now(bigint[], text, boolean),
   shiftwork.pause(text, text, interval, text, text, bigint, boolean), shiftwork.resume(text, text, text, bigint, boolean), shiftwork.kind_of(text, text, bigint), shiftwork.target_of(text, text),
   shiftwork.limit_running(int, text, text, text), shiftwork.set_limit(text, text, int),
-  shiftwork.retain(text, int, int, int, int, text),
-  shiftwork.register_task(text, text, text, int, int, jsonb, interval, text, text, boolean, text, text, text, interval, jsonb, int, text, text),
-  shiftwork.check_retry(jsonb), shiftwork.is_within(jsonb, numeric, numeric), shiftwork.note(text, text, jsonb, jsonb, jsonb)
+  shiftwork.retain(text, int, int, int, int, text), shiftwork.note(text, text, jsonb, jsonb, jsonb)
   to shiftwork_operator;

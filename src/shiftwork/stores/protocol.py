@@ -88,8 +88,14 @@ REAP = "select id, attempt, worker, answer from shiftwork.reap(%s::bigint, %s::i
 PROMOTE = "select promoted from shiftwork.promote(%s::int)"
 EXPIRE = "select shiftwork.expire(%s::int) as expired"
 FORGET_WORKERS = "select shiftwork.forget_workers() as forgotten"
+REGISTER_TASK = """
+select shiftwork.register_task(
+  %s, %s, queue => %s, priority => %s::int, retry => %s::jsonb, timeout => make_interval(secs => %s), before => %s, after => %s,
+  commits => %s::boolean, description => %s, unique_scope => %s, unique_action => %s,
+  unique_window => make_interval(secs => %s), merge => %s::jsonb, max_resets => %s::int, on_lost => %s) as news
+"""
 SQL_TASKS = """
-select name, handler, queue, retry, extract(epoch from timeout)::text as timeout, commits
+select name, handler, queue, retry::text as retry, extract(epoch from timeout)::text as timeout, commits
   from shiftwork.tasks where handler is not null order by name
 """
 # In one message, and so in one transaction. What the session was told meanwhile is forgotten.
@@ -328,6 +334,10 @@ class Protocol:
     def forget_workers(self) -> Statement:
         """Forget workers that are gone, and what workers said of themselves, after some days."""
         return self._statement(FORGET_WORKERS)
+
+    def register_task(self, *said: object) -> Statement:
+        """Enter a task whose code is a routine in this database."""
+        return self._statement(REGISTER_TASK, *said)
 
     def sql_tasks(self) -> Statement:
         """Tasks whose code is a routine in this database."""

@@ -53,7 +53,7 @@ class Endpoint:
         ping: Callable[[], threading.Event],
         line: Line,
         store: Protocol,
-        queues: list[str],
+        queues: Callable[[], list[str]],
     ) -> None:
         self.address = address
         self._health = health
@@ -139,7 +139,7 @@ class Endpoint:
     async def _ask(self) -> Any:  # noqa: ANN401
         try:
             return await self._line.perform(
-                operations.measure_queues(self._store, self._queues), within=PATIENCE
+                operations.measure_queues(self._store, self._queues()), within=PATIENCE
             )
         finally:
             await self._line.close()

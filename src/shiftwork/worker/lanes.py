@@ -103,7 +103,7 @@ class Lanes:
 
     def in_turn(self) -> list[Lane]:
         """The lanes, another one first each time; as long as none is known to have a backlog, all together first."""
-        self.all.append(self.all.pop(0))
+        self.all = [*self.all[1:], *self.all[:1]]
         if self.together is None or any(lane.more for lane in self.all):
             return list(self.all)
         return [self.together, *self.all]

@@ -87,19 +87,24 @@ class Metrics:
         """`facts` are gauges that are asked for when somebody looks; `then` is told of what does not concern single jobs."""
         self._facts = facts
         self._then = then
-        names = sorted(tasks)
-        self._tasks = {name: Task() for name in names[:MOST_TASKS]}
-        other = Task() if len(names) > MOST_TASKS else None
-        self._named = {**self._tasks, **({OTHER: other} if other else {})}
-        for name in names[MOST_TASKS:]:
-            self._tasks[name] = self._named[OTHER]
-        self._unknown = self._named[UNKNOWN] = Task()
+        self._unknown = Task()
+        self._tasks: dict[str, Task] = {}
+        self._named = {UNKNOWN: self._unknown}
+        self._know(tasks)
         self._claims, self._settlements, self._renewals = Durations(QUICK), Durations(QUICK), Durations(QUICK)
         self._hooks: dict[str, Durations] = {}
         self._counts: Counter[tuple[str, ...]] = Counter()
         self._listens = 0
         self._waiting: Waiting = ()
         self._measured = float("-inf")
+
+    def _know(self, tasks: Collection[str]) -> None:
+        """Have a label for each of these; those that had one keep it. Who reads meanwhile has the former ones."""
+        known, named = dict(self._tasks), dict(self._named)
+        for name in sorted(set(tasks) - known.keys()):
+            called = name if len(known) < MOST_TASKS else OTHER
+            known[name] = named.setdefault(called, Task())
+        self._tasks, self._named = known, named
 
     def wants(self, kind: type[Event]) -> bool:
         """Beginnings are not counted: what is in flight follows from claims and ends."""
@@ -133,6 +138,8 @@ class Metrics:
                     task = self._tasks.get(name) or self._unknown
                     task.claimed += many
                     task.most = max(task.most, task.flying)
+            case events.WorkerStarted(tasks=names) | events.TasksChanged(tasks=names):
+                self._know(names)
             case events.Settled(_, seconds):
                 self._settlements.add(seconds)
             case events.LeaseRenewed(_, seconds):

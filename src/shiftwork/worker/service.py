@@ -81,6 +81,8 @@ class Service:
                 if self._supervised:
                     grace, once = self._settings.grace.total_seconds(), self._settings.stop_when_idle
                     self._supervised.tell(ready=worker, grace=grace, once=once)
+            case events.TasksChanged(_, queues):
+                self._words = f"serves {', '.join(queues)}"
             case events.StandingBy(_, holder):
                 self._systemd.ready(f"stands by: {holder}")
                 if self._supervised:

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from psycopg.errors import Diagnostic
 
+from shiftwork import events, operations
 from shiftwork.codec import Signature, safe_text
 from shiftwork.codes import code_of
-from shiftwork.errors import ShiftworkError
+from shiftwork.errors import ConfigurationError, ShiftworkError
+from shiftwork.events import Event
+from shiftwork.operations import Routine
 from shiftwork.retry import Retry
+from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol
+from shiftwork.worker.line import Line, will_pass
+from shiftwork.worker.run import Task
+
+REGISTRY = "*"
+"""What a notification says instead of a queue when the registry has changed."""
 
 PROGRESS, ALREADY_KEPT = "SW010", "SW015"
 LEVELS = {"NOTICE": "info", "INFO": "info", "WARNING": "warning"}
@@ -69,14 +80,76 @@ class SqlTask:
         return {"name": self.name}
 
 
-def found(row: Mapping[str, Any]) -> SqlTask:
-    """A task as the registry has it."""
+class Registry:
+    """The tasks of a worker: those of its program, and those that run in the database, as the registry has them by now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Protocol,
+        own: Mapping[str, Task],
+        routines: Sequence[Routine],
+        publish: Callable[[Event], None],
+    ) -> None:
+        if not (own or routines) and settings.unknown_tasks == "leave":
+            raise ConfigurationError("there are no tasks to run; declare some with @app.task or app.sql_task")
+        self.tasks = own
+        self.own = own
+        self._routines = routines
+        self._store = store
+        self._publish = publish
+        self._look_at = 0.0
+        self._left_out: dict[str, str] = {}
+        """Why some are not among them, as far as it was told."""
+
+    def told(self) -> None:
+        """It has changed, as somebody says."""
+        self._look_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look at it; sooner or later that is so even if nobody told."""
+        return time.monotonic() >= self._look_at
+
+    async def enter(self, line: Line) -> None:
+        """What the program says of routines goes into it, each by itself: one that is refused stops no other."""
+        for routine in self._routines:
+            try:
+                await line.perform(operations.register_task(self._store, routine))
+            except ShiftworkError as error:
+                if will_pass(error):
+                    raise
+                self._leave_out(routine.task, str(error))
+
+    async def look(self, line: Line, *, again: float) -> bool:
+        """See what it has, and again after so many seconds at the latest; says whether the tasks are others now.
+
+        What the program has under the same name goes before. Who writes there by hand may write anything: what
+        cannot be read is left out.
+        """
+        self._look_at = time.monotonic() + again
+        found: dict[str, Task] = {}
+        for row in await line.perform(operations.sql_tasks(self._store)):
+            try:
+                found[row["name"]] = _read(row)
+            except Exception as error:  # noqa: BLE001  -- one bad row stops nobody
+                self._leave_out(row["name"], f"its row in the registry cannot be read: {error!r}")
+        former, self.tasks = self.tasks, {**found, **self.own}
+        return former != self.tasks
+
+    def _leave_out(self, task: str, why: str) -> None:
+        if self._left_out.get(task) != why:
+            self._left_out[task] = why
+            self._publish(events.TaskLeftOut(task, why))
+
+
+def _read(row: Mapping[str, Any]) -> SqlTask:
     seconds = row["timeout"]
     return SqlTask(
         row["name"],
         row["handler"],
         row["queue"],
-        Retry.from_json({**Retry().as_json(), **(row["retry"] or {})}),
+        Retry.from_json({**Retry().as_json(), **json.loads(row["retry"] or "{}")}),
         None if seconds is None else timedelta(seconds=float(seconds)),
         row["commits"],
     )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from shiftwork import events, operations
 from shiftwork.errors import (
-    ConfigurationError,
     DatabaseError,
     DatabaseUnavailable,
     NotInstalled,
@@ -25,11 +24,10 @@ from shiftwork.errors import (
 )
 from shiftwork.events import Event, Subscriber
 from shiftwork.job import State
-from shiftwork.operations import Claimed, Pulse
+from shiftwork.operations import Claimed, Pulse, Routine
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
-from shiftwork.worker import sql
 from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.duties import STRIKES, Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
@@ -43,6 +41,7 @@ from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.singleton import Singleton
 from shiftwork.worker.slots import Slots
+from shiftwork.worker.sql import REGISTRY, Registry
 from shiftwork.worker.state import described, memory
 from shiftwork.worker.supervised import process
 from shiftwork.worker.transactions import Transactions
@@ -91,6 +90,7 @@ class Worker:
         settings: Settings,
         tasks: Mapping[str, Task],
         *,
+        routines: Sequence[Routine] = (),
         limits: Mapping[str, Any] | None = None,
         hooks: Hooks | None = None,
         middleware: Sequence[Middleware] = (),
@@ -99,7 +99,9 @@ class Worker:
         begin: Begin | None = None,
         at: At | None = None,
     ) -> None:
-        """`begin` is what processes are told first, if tasks need any; `at` is called at named points: tests wait there."""
+        """`routines` are entered in the registry first; `begin` is what processes are told first, if tasks need any; `at` is
+        called at named points: tests wait there.
+        """
         self.id = 0
         self.jobs = 0
         """How many jobs it has claimed."""
@@ -107,7 +109,7 @@ class Worker:
         self.holding: Held = {}
         self.settings = settings
         self._store = Protocol(settings.schema)
-        self._tasks = tasks
+        self._registry = Registry(settings, self._store, tasks, routines, self._publish)
         self._queues = _queues(settings, tasks)
         self._lanes = Lanes(settings, tasks, self._queues)
         self._limits, self._hooks = limits or {}, hooks or Hooks()
@@ -258,6 +260,8 @@ class Worker:
                     await self._register()
                 if self._unanswered:
                     await self._reconcile()
+                if self._registry.is_due:
+                    await self._follow_registry()
                 if self._leases.lapsed:
                     await self._wake.wait(self._leases.seconds / 10)  # what is claimed now would soon be lost
                     continue
@@ -665,7 +669,9 @@ class Worker:
             self._publish(began, self._told_beginnings)
 
     def _heard_work(self, queue: str) -> None:
-        if not queue or queue in self._queues:
+        if queue in {"", REGISTRY}:
+            self._registry.told()
+        if queue in {"", REGISTRY} or queue in self._queues:
             if self._full:
                 self._lanes.look()
             self._wake()
@@ -707,9 +713,12 @@ class Worker:
                     continue
                 await self._line.perform(operations.require(self._store))
                 await self._line.perform(
-                    operations.declare_tasks(self._store, [task.entry for task in self._tasks.values()])
+                    operations.declare_tasks(
+                        self._store, [task.entry for task in self._registry.own.values()]
+                    )
                 )
                 await self._line.perform(operations.declare_limits(self._store, self._limits))
+                await self._registry.enter(self._line)
                 await self._find_sql_tasks()
                 await self._register()
             except DatabaseError as error:
@@ -722,16 +731,31 @@ class Worker:
                 self._trouble("beginning", None)
                 return
 
-    async def _find_sql_tasks(self) -> None:
-        """Tasks of the registry that run in the database are ours too, unless we have one of that name."""
-        rows = await self._line.perform(operations.sql_tasks(self._store))
-        fresh: dict[str, Task] = {
-            row["name"]: sql.found(row) for row in rows if row["name"] not in self._tasks
-        }
-        if fresh:
-            self._tasks = {**self._tasks, **fresh}
-            self._queues = _queues(self.settings, self._tasks)
-            self._lanes = Lanes(self.settings, self._tasks, self._queues)
+    @property
+    def _tasks(self) -> Mapping[str, Task]:
+        return self._registry.tasks
+
+    async def _find_sql_tasks(self) -> bool:
+        """Whether the registry has other tasks for us than before."""
+        if not await self._registry.look(self._line, again=0.8 * self._poll()):
+            return False
+        self._queues = _queues(self.settings, self._tasks)
+        self._lanes = Lanes(self.settings, self._tasks, self._queues)
+        return True
+
+    async def _follow_registry(self) -> None:
+        """Take over what is new in the registry, and let go of what is gone; what runs goes on."""
+        if await self._find_sql_tasks():
+            for run in (*self._backlog, *self._slots.ready, *self._slots.busy):
+                self._lanes.take(run)
+            self._publish(events.TasksChanged(self.id, tuple(self._queues), tuple(sorted(self._tasks))))
+            await self._line.perform(operations.register(self._store, worker=self.id, **self._serving))
+
+    @property
+    def _serving(self) -> dict[str, Any]:
+        """What is known of us to others."""
+        details = {**described(self.settings), "tasks": sorted(self._tasks)}
+        return {"queues": list(self._queues), "details": details}
 
     async def _take_singleton(self) -> bool:
         """Be the only one of our name; who is not waits a moment, or ends."""
@@ -768,9 +792,8 @@ class Worker:
                 name=settings.name,
                 host=host,
                 pid=pid,
-                queues=list(self._queues),
                 lease=settings.lease.total_seconds(),
-                details={**described(settings), "tasks": sorted(self._tasks)},
+                **self._serving,
             )
         )
         await self._line.close()  # the next ones carry our name
@@ -878,7 +901,7 @@ class Worker:
             ping=self._leases.ping,
             line=Line(settings, lambda: f"{self._name()} metrics"),
             store=self._store,
-            queues=list(self._queues)[:MOST_QUEUES],
+            queues=lambda: list(self._queues)[:MOST_QUEUES],
         )
         endpoint.open()
         self.subscribe(metrics)
@@ -923,8 +946,6 @@ _task_of = itemgetter(1)
 
 
 def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:
-    if not tasks and settings.unknown_tasks == "leave":
-        raise ConfigurationError("there are no tasks to run; declare some with @app.task")
     if settings.queues:
         return settings.queues
     named = {"default", *(task.queue for task in tasks.values() if task.queue)}

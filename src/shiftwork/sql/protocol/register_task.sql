@@ -46,6 +46,9 @@ begin
         commits = excluded.commits, description = excluded.description, unique_scope = excluded.unique_scope,
         unique_action = excluded.unique_action, unique_window = excluded.unique_window, merge = excluded.merge,
         max_resets = excluded.max_resets, on_lost = excluded.on_lost;
+  if pg_notification_queue_usage() < 0.5 then          -- workers look anew; who does not hear it does so sooner or later
+    perform pg_notify('shiftwork_wake', '*');
+  end if;
   perform shiftwork.note(actor, 'register', jsonb_build_object('task', task),
                          before => case when former.name is not null then to_jsonb(former) end, after => to_jsonb(wished));
   return true;

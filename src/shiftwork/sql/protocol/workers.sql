@@ -4,15 +4,26 @@ create or replace function shiftwork.lease_of(request jsonb) returns interval la
   select make_interval(secs => least(greatest(coalesce((request ->> 'lease')::double precision, 30), 0.05), 86400))
 $$;
 
--- A process that will claim jobs makes itself known; its id is new, whatever its host and pid.
--- request: {"name": "worker", "host": "…", "pid": 1, "queues": ["mail"], "lease": 30, "details": {}}
-create or replace function shiftwork.register_worker(request jsonb default '{}') returns bigint language sql as $$
+-- A process that will claim jobs makes itself known; its id is new, whatever its host and pid. One that has its id already says
+-- with it what it serves from now on.
+-- request: {"name": "worker", "host": "…", "pid": 1, "queues": ["mail"], "lease": 30, "details": {}}, or
+-- {"worker": 7, "queues": ["mail", "bulk"], "details": {}}
+create or replace function shiftwork.register_worker(request jsonb default '{}') returns bigint language plpgsql as $$
+declare
+  worker bigint := request ->> 'worker';
+  served constant text[] := array(select jsonb_array_elements_text(request -> 'queues'));
+begin
+  if worker is not null then
+    update shiftwork.workers as mine set queues = served, details = coalesce(request -> 'details', mine.details)
+     where mine.id = worker;
+    return worker;
+  end if;
   insert into shiftwork.workers (name, host, pid, queues, details, lease_until)
   values (coalesce(request ->> 'name', 'worker'), coalesce(request ->> 'host', ''), coalesce((request ->> 'pid')::int, 0),
-          coalesce(array(select jsonb_array_elements_text(request -> 'queues')), '{}'), coalesce(request -> 'details', '{}'),
-          shiftwork.clock() + shiftwork.lease_of(request))
-  returning id
-$$;
+          served, coalesce(request -> 'details', '{}'), shiftwork.clock() + shiftwork.lease_of(request))
+  returning id into worker;
+  return worker;
+end $$;
 
 -- What a worker holds, as [[id, attempt], …].
 create or replace function shiftwork.holds(held jsonb) returns table (id bigint, attempt int) language sql immutable as $$
