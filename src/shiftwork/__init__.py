@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from shiftwork.job import Attempt, Job, NewJob, State
+    from shiftwork.program import Worker
     from shiftwork.retry import Retry
     from shiftwork.settings import Settings
     from shiftwork.task import AsyncTask, PlainTask, SqlTask, Task
@@ -81,6 +82,7 @@ __all__ = [
     "Task",
     "UnknownJob",
     "UnknownTask",
+    "Worker",
 ]
 
 _HOMES = {
@@ -88,6 +90,7 @@ _HOMES = {
     "shiftwork.client": ("Handle",),
     "shiftwork.context": ("Context",),
     "shiftwork.job": ("Attempt", "Job", "NewJob", "State"),
+    "shiftwork.program": ("Worker",),
     "shiftwork.retry": ("Retry",),
     "shiftwork.settings": ("Settings",),
     "shiftwork.task": ("AsyncTask", "PlainTask", "SqlTask", "Task"),

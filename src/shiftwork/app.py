@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import psycopg
 
 from shiftwork import operations
-from shiftwork.client import Client, Handle
+from shiftwork.client import Handle
 from shiftwork.codec import encode_result
-from shiftwork.codes import check_codes
 from shiftwork.context import Context
 from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
-from shiftwork.events import Subscriber
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
-from shiftwork.logs import Telling, is_set_up
+from shiftwork.program import Program
 from shiftwork.retry import Retry
-from shiftwork.settings import UNLIMITED, Settings, mask
-from shiftwork.systemd import Systemd
+from shiftwork.settings import UNLIMITED, Settings
+from shiftwork.stores import protocol
+from shiftwork.stores.store import Store
 from shiftwork.task import (
     MOST_RUNNING,
     AsyncTask,
@@ -38,18 +33,8 @@ from shiftwork.task import (
     PlainTask,
     PlainTaskWith,
     SqlTask,
-    Surroundings,
     Task,
 )
-from shiftwork.worker import Middleware, Worker, supervised
-from shiftwork.worker.hooks import AfterJob, BeforeClaim, BeforeJob, Hooks
-from shiftwork.worker.processes import beginning
-from shiftwork.worker.service import Service
-from shiftwork.worker.signals import heeding
-from shiftwork.worker.threads import Impatient
-
-if TYPE_CHECKING:
-    from shiftwork.embedded import Server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,7 +103,7 @@ class Declare(Protocol):
     def __call__(self, function: Callable[P, R], /) -> PlainTask[P, R]: ...
 
 
-class App(Surroundings):
+class App(Program):
     """Your tasks and the database they are enqueued in.
 
     app = shiftwork.App()  # DATABASE_URL, or the embedded Postgres
@@ -153,33 +138,16 @@ class App(Surroundings):
         }
         if settings is not None and any(value is not None for value in given.values()):
             raise ConfigurationError("give either settings or single ones, not both")
-        self.settings = settings or Settings.read(**given)
+        super().__init__(settings or Settings.read(**given), codes=codes, default_code=default_code)
         self.queues = None if queues is None else _declared(queues)
         self._queue_limits = queues if isinstance(queues, Mapping) else {}
         self._max_running = max_running
         _limits(max_running, self._queue_limits, ())
-        self.codes = dict(codes or {})
-        self.default_code = default_code
-        check_codes("App", self.codes, default_code)
-        self._tasks: dict[str, Task[Any, Any]] = {}
         self._sql_tasks: dict[str, SqlTask] = {}
-        self._client: Client | None = None
-        self._server: Server | None = None
-        self._opening = threading.Lock()
-        self._middleware: list[Middleware] = []
-        self._subscribers: list[Subscriber] = []
-        self._hooks = Hooks()
-        self.withheld: str | None = None
-        """Why this process may not use the database, if it may not."""
 
     def __repr__(self) -> str:
         many = len(self._tasks) + len(self._sql_tasks)
         return f"<App with {many} tasks in schema {self.settings.schema}>"
-
-    @property
-    def tasks(self) -> Mapping[str, Task[Any, Any]]:
-        """The tasks by name."""
-        return MappingProxyType(self._tasks)
 
     @property
     def sql_tasks(self) -> Mapping[str, SqlTask]:
@@ -509,164 +477,34 @@ class App(Surroundings):
         """Install the schema, or bring it up to date."""
         _install(self.client.settings)  # with no dsn, this starts the embedded server
 
-    @property
-    def client(self) -> Client:
-        """The way to the database, opened when first needed."""
-        if self._client is None:
-            with self._opening:
-                if self._client is None:
-                    self._client = self._open()
-        return self._client
+    def store(self, settings: Settings) -> Store:
+        """The schema in which the jobs are."""
+        return protocol.Protocol(settings.schema)
 
-    async def aclient(self) -> Client:
-        """The same for an awaiting caller; an embedded server is started in a thread, since it takes a while."""
-        if self._client is None and self.settings.dsn is None:
-            return await asyncio.to_thread(lambda: self.client)
-        return self.client
+    def prepare(self, settings: Settings) -> None:
+        """Install the schema in the database of an embedded server."""
+        _install(settings)
 
-    def _open(self) -> Client:
-        if self.withheld is not None:
-            raise ConfigurationError(self.withheld)
-        if self.settings.dsn is not None:
-            log.info("using the database at %s, schema %s", mask(self.settings.dsn), self.settings.schema)
-            return Client(self.settings)
-        self._server, self.settings = _serve(self.settings)
-        log.info("using the embedded PostgreSQL, data in %s", self._server.data)
-        return Client(self.settings, self._serve_again)
-
-    def _serve_again(self) -> None:
-        """Have the embedded server back, if it is not there any more."""
-        with self._opening:
-            gone = self._server
-            if gone is not None:
-                self._server, _ = _serve(self.settings)
-                gone.close()
-
-    def middleware(self, layer: Middleware) -> Middleware:
-        """Wrap every attempt on a worker of this app; the first layer that was declared is outermost.
-
-        @app.middleware
-        async def timed(context, call):
-            with timer(context.job.task):
-                return await call()
-        """
-        if not inspect.iscoroutinefunction(layer):
-            raise ConfigurationError("middleware is an async function of two arguments: context and call")
-        self._middleware.append(layer)
-        return layer
-
-    @property
-    def layers(self) -> Sequence[Middleware]:
-        """The middleware, the outermost first."""
-        return tuple(self._middleware)
-
-    def before_claim(self, hook: BeforeClaim) -> BeforeClaim:
-        """Ask a function, async or plain, before every claim of a worker of this app; it may skip or narrow it.
-
-        @app.before_claim
-        def within_budget(claim):
-            claim.require(sql.SQL("(job.payload ->> 'size')::int <= {}").format(free()))
-        """
-        self._hooks.before_claim.append(hook)
-        return hook
-
-    def before_job(self, hook: BeforeJob) -> BeforeJob:
-        """Call a function, async or plain, with every job before its handler; if it fails, that is a warning."""
-        self._hooks.before_job.append(hook)
-        return hook
-
-    def after_job(self, hook: AfterJob) -> AfterJob:
-        """Call a function, async or plain, with every job after its handler, and with the error if it failed."""
-        self._hooks.after_job.append(hook)
-        return hook
-
-    def subscribe(self, subscriber: Subscriber) -> Subscriber:
-        """Let a function see what happens in workers of this app; see `shiftwork.events`."""
-        self._subscribers.append(subscriber)
-        return subscriber
-
-    def run_worker(self, **settings: Any) -> bool:  # noqa: ANN401
-        """Run jobs until told to stop (TERM, INT or HUP), as `shiftwork worker` does; says whether all went well.
-
-        app.run_worker(queues="mail,default", concurrency=20)
-        """
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(Impatient())
-            return runner.run(self._be_worker(settings))
-
-    async def _be_worker(self, settings: Mapping[str, Any]) -> bool:
-        """Be a worker and nothing else, and tell how it fares to whoever started this process."""
-        worker = await self.worker(**settings)
-        with heeding(worker) as order:
-            systemd, supervisor = Systemd.take(), supervised.join()
-            async with Service(worker, order, tell=Telling(), systemd=systemd, supervised=supervisor):
-                return await worker.run()
-
-    async def arun_worker(self, *, signals: bool = True, **settings: Any) -> bool:  # noqa: ANN401
-        """Run jobs until told to stop or cancelled; without `signals`, those are left to the caller."""
-        worker = await self.worker(**settings)
-        with heeding(worker) if signals else contextlib.nullcontext():
-            return await worker.run()
-
-    async def worker(self, **settings: Any) -> Worker:  # noqa: ANN401
-        """A worker for the tasks of this app, not running yet; `settings` overrule those of the app."""
-        client = await self.aclient()
-        chosen = self.settings.changed(**settings)
-        for queue in (*chosen.queues, *chosen.queue_concurrency):
-            self.check_queue(queue)
-        return Worker(
-            chosen,
-            self._tasks,
-            begin=beginning(self, chosen, self._tasks, tells=is_set_up()),
-            routines=[task.routine for task in self._sql_tasks.values()],
-            limits=_limits(
-                self._max_running, self._queue_limits, [*self._tasks.values(), *self._sql_tasks.values()]
-            ),
-            hooks=self._hooks,
-            middleware=self._middleware,
-            subscribers=[Telling(), *self._subscribers],
-            revive=client.revive,
+    def limits(self) -> Mapping[str, Any]:
+        """How many may run at once in the whole cluster."""
+        return _limits(
+            self._max_running, self._queue_limits, [*self._tasks.values(), *self._sql_tasks.values()]
         )
 
-    def close(self) -> None:
-        """Close the connections, of both worlds, and let go of the embedded server; it can be used again."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-            self.settings = dataclasses.replace(self.settings, dsn=None)
+    def routines(self) -> Sequence[operations.Routine]:
+        """What is entered in the registry by a worker, before all else."""
+        return [task.routine for task in self._sql_tasks.values()]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
+    def chosen(self, settings: Mapping[str, Any]) -> Settings:
+        """What a worker is set to; it serves no queue that the app has not declared."""
+        chosen = super().chosen(settings)
+        for queue in (*chosen.queues, *chosen.queue_concurrency):
+            self.check_queue(queue)
+        return chosen
 
     def _handle(self, name: str, id: int, outcome: Answer) -> Handle[Any]:  # noqa: A002
         task = self._tasks.get(name)
         return Handle(self.client, id, task.signature.read_result if task else _as_stored, outcome)
-
-
-def _serve(settings: Settings) -> tuple[Server, Settings]:
-    """The embedded server, ready for use, and the settings that lead to it."""
-    from shiftwork.embedded import start  # noqa: PLC0415  -- and with it what starts servers
-
-    server = start()
-    try:
-        settings = dataclasses.replace(settings, dsn=server.url)
-        _install(settings)  # nobody else looks after this database
-    except BaseException:
-        server.close()
-        raise
-    return server, settings
 
 
 def _install(settings: Settings) -> None:

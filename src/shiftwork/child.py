@@ -31,8 +31,7 @@ from typing import Any
 
 import msgspec
 
-from shiftwork import logs
-from shiftwork.app import App
+from shiftwork import logs, operations
 from shiftwork.context import Context, Finishing
 from shiftwork.errors import (
     ConfigurationError,
@@ -41,10 +40,10 @@ from shiftwork.errors import (
     UnknownHandler,
 )
 from shiftwork.job import State
-from shiftwork.operations import encode_outcome, importing
+from shiftwork.operations import importing
 from shiftwork.outcome import Outcome, Raised, Returned, decide
+from shiftwork.program import Program
 from shiftwork.retry import Retry
-from shiftwork.stores.protocol import Protocol
 from shiftwork.worker import processes
 from shiftwork.worker.attempt import USUAL, decided, lent, prepared
 from shiftwork.worker.pipe import (
@@ -107,7 +106,7 @@ def confine(begin: Begin) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def load(begin: Begin) -> App:
+def load(begin: Begin) -> Program:
     """The app, imported as the worker has imported it, with the worker's settings."""
     sys.path[:] = begin.path
     if begin.tells:
@@ -117,7 +116,7 @@ def load(begin: Begin) -> App:
     module, _, name = begin.where.partition(":")
     with importing():
         app = getattr(importlib.import_module(module), name)
-    if not isinstance(app, App):
+    if not isinstance(app, Program):
         raise ConfigurationError(f"{begin.where} is no App, but a {type(app).__name__}")
     app.close()  # whatever it opened while it was imported
     app.settings = begin.settings
@@ -139,10 +138,10 @@ def _told(where: str, error: BaseException) -> str:
 class Place:
     """Where jobs run, and what their contexts ask for."""
 
-    def __init__(self, app: App, line: Line) -> None:
+    def __init__(self, app: Program, line: Line) -> None:
         self._app = app
         self._line = line
-        self._store = Protocol(app.settings.schema)
+        self._store = app.store(app.settings)
         self._tasks = app.tasks
         self._middleware = app.layers
         self._run: Run | None = None
@@ -271,19 +270,19 @@ class Place:
 
     def fence(self, run: Run, connection: object) -> Any:  # noqa: ANN401
         """Go on in this transaction only if the job is still ours."""
-        return lent(connection, self._app.settings.schema, self._store.fence(run.id, run.attempt))
+        return lent(connection, self._app.settings.schema, operations.fence(self._store, run.id, run.attempt))
 
     def finish(self, run: Run, connection: object, result: object) -> Any:  # noqa: ANN401
         """End the job as completed in the caller's transaction."""
         encoded = run.task.signature.encode_result(result)
         outcome = Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
-        statement = self._store.conclude(run.worker, encode_outcome(outcome))
+        plan = operations.conclude(self._store, run.worker, outcome)
 
         def then() -> None:
             run.concluded = True
             self._line.say(Concluded(run.id))
 
-        return lent(connection, self._app.settings.schema, statement, then)
+        return lent(connection, self._app.settings.schema, plan, then)
 
     def finishing(self, run: Run, result: object) -> Finishing:
         """There is none: the worker's sessions are in another process."""

@@ -16,11 +16,18 @@ import msgspec
 from shiftwork.codec import safe_text
 from shiftwork.cursor import Cursor
 from shiftwork.database import Plan, Rows, Wait
-from shiftwork.errors import DatabaseUnavailable, InvalidArgument, ResultTimeout, SchemaTooOld, UnknownJob
+from shiftwork.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    InvalidArgument,
+    ResultTimeout,
+    UnknownJob,
+)
 from shiftwork.job import Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
-from shiftwork.migrate import PROTOCOL
 from shiftwork.outcome import MAX_MESSAGE, Outcome
-from shiftwork.stores.protocol import Held, Protocol
+from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Held, Store
 
 CHUNK_ROWS = 1_000
 CHUNK_BYTES = 4 << 20
@@ -290,36 +297,38 @@ class Pulse:
     """Duties of which this heartbeat has said how they went."""
 
 
-def require(store: Protocol) -> Plan[None]:
-    """Refuse a schema whose protocol is older than ours; a newer one serves older programs."""
+def require(store: Store) -> Plan[None]:
+    """Refuse a database that this store cannot work with."""
     rows = yield store.installed()
-    installed = rows[0]["protocol"] if rows else 0
-    if installed < PROTOCOL:
-        raise SchemaTooOld(
-            f"the schema {store.schema!r} has protocol {installed}, and {PROTOCOL} is needed; run: shiftwork migrate"
-        )
+    for trial in store.accept(rows):
+        try:
+            yield trial
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:
+            raise ConfigurationError(f"what is claimed cannot be asked: {error}") from None
 
 
-def sleep(store: Protocol, seconds: float) -> Plan[set[str]]:
+def sleep(store: Store, seconds: float) -> Plan[set[str]]:
     """Ask to be notified of what is inserted from now on; says which transactions were inserting already."""
     rows = yield store.sleep(seconds)
     return {row["virtual_transaction"] for row in rows}
 
 
-def register(store: Protocol, **details: object) -> Plan[int]:
+def register(store: Store, **details: object) -> Plan[int]:
     """Become a worker: name, host, pid, queues, lease in seconds, details. Its id is new at every start."""
     rows = yield store.register(details)
     return int(rows[0]["worker"])
 
 
-def leave(store: Protocol, worker: int) -> Plan[bool]:
+def leave(store: Store, worker: int) -> Plan[bool]:
     """Let the lease go."""
     rows = yield store.leave(worker)
     return bool(rows[0]["left"])
 
 
 def claim(
-    store: Protocol,
+    store: Store,
     worker: int,
     queues: Mapping[str, int | None],
     want: int,
@@ -350,9 +359,10 @@ def claim(
         request["most"] = most
     *taken, last = yield store.claim(request)
     report = msgspec.json.decode(last[4])
-    taken.sort(key=_turn)
-    farthest = {(row[2], row[3]): row for row in taken}  # of each queue and priority
-    cursor.learn(report, map(_place, farthest.values()), began, time.monotonic())
+    if not store.in_turn:
+        taken.sort(key=_turn)
+        farthest = {(row[2], row[3]): row for row in taken}  # of each queue and priority
+        cursor.learn(report, map(_place, farthest.values()), began, time.monotonic())
     if len(queues) > 1:
         turns = {queue: turn for turn, queue in enumerate(queues)}
         taken.sort(key=lambda row: turns[row[2]])
@@ -374,7 +384,7 @@ _place = itemgetter(2, 3, 9, 0)  # queue, priority, due time, id
 _turn = itemgetter(3, 9, 0)
 
 
-def start(store: Protocol, worker: int, held: Held) -> Plan[dict[int, str]]:
+def start(store: Store, worker: int, held: Held) -> Plan[dict[int, str]]:
     """Begin prefetched jobs: started, expired, cancelled, lost or busy, for each."""
     rows = yield store.start(worker, held)
     return {row["id"]: row["answer"] for row in rows}
@@ -394,13 +404,13 @@ class Settled:
     """Why those that were refused cannot be written."""
 
 
-def settle(store: Protocol, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[int, str]]:
+def settle(store: Store, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[int, str]]:
     """Write how attempts ended: settled, already, lost, busy or refused, for each."""
     settled = yield from settle_encoded(store, worker, [encode_outcome(outcome) for outcome in outcomes])
     return settled.answers
 
 
-def settle_encoded(store: Protocol, worker: int, outcomes: Sequence[bytes]) -> Plan[Settled]:
+def settle_encoded(store: Store, worker: int, outcomes: Sequence[bytes]) -> Plan[Settled]:
     """Write how attempts ended, for outcomes that are encoded already, and so can be sent again as they are."""
     rows = yield store.settle(worker, outcomes)
     settled = Settled({}, {}, {})
@@ -451,7 +461,7 @@ def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> byt
 
 
 def release(
-    store: Protocol, worker: int, held: Held, crashed: Mapping[int, str] | None = None
+    store: Store, worker: int, held: Held, crashed: Mapping[int, str] | None = None
 ) -> Plan[dict[int, str]]:
     """Give jobs back: released, cancelled, lost or busy, for each; or failed, of those that crashed, once too often."""
     rows = yield store.release(worker, held, crashed or {})
@@ -459,7 +469,7 @@ def release(
 
 
 def heartbeat(
-    store: Protocol,
+    store: Store,
     worker: int,
     held: Held,
     *,
@@ -475,6 +485,8 @@ def heartbeat(
 
     `state` is what the worker says of itself; `duties` are those that it would take now, `done` those that it has done.
     """
+    if reconcile and (waiting := store.await_claims(worker)) is not None:
+        yield waiting
     rows = yield store.heartbeat(
         {
             "worker": worker,
@@ -505,7 +517,7 @@ def heartbeat(
 
 
 def report(
-    store: Protocol,
+    store: Store,
     worker: int,
     lines: Sequence[tuple[int, int, float | None, str, str]] = (),
     progress: Sequence[tuple[int, int, float | None, str | None]] = (),
@@ -528,7 +540,7 @@ def report(
     return [(job, attempt) for job, attempt in msgspec.json.decode(rows[0]["answer"])["lost"]]
 
 
-def declare_tasks(store: Protocol, tasks: Sequence[Mapping[str, object]]) -> Plan[int]:
+def declare_tasks(store: Store, tasks: Sequence[Mapping[str, object]]) -> Plan[int]:
     """Enter tasks in the registry: documents as `shiftwork.declare_tasks` takes them; says how many were news."""
     if not tasks:
         return 0
@@ -567,12 +579,12 @@ def register_task(store: Protocol, routine: Routine) -> Plan[bool]:
     return bool(rows[0]["news"])
 
 
-def sql_tasks(store: Protocol) -> Plan[Rows]:
+def sql_tasks(store: Store) -> Plan[Rows]:
     """Tasks of the registry whose code is a routine in the database."""
     return (yield store.sql_tasks())
 
 
-def declare_limits(store: Protocol, limits: Mapping[str, object]) -> Plan[int]:
+def declare_limits(store: Store, limits: Mapping[str, object]) -> Plan[int]:
     """Limits that a program has, as `shiftwork.declare_limits` takes them; says how many were news."""
     if not limits:
         return 0
@@ -580,9 +592,7 @@ def declare_limits(store: Protocol, limits: Mapping[str, object]) -> Plan[int]:
     return int(rows[0]["written"])
 
 
-def reap(
-    store: Protocol, reaper: int = 0, most: int = 1000, *, thorough: bool = False
-) -> Plan[dict[int, str]]:
+def reap(store: Store, reaper: int = 0, most: int = 1000, *, thorough: bool = False) -> Plan[dict[int, str]]:
     """Take jobs back from workers whose lease has lapsed: ready, failed or cancelled, for each."""
     rows = yield store.reap(reaper, most, thorough=thorough)
     return {row["id"]: row["answer"] for row in rows}
@@ -606,9 +616,14 @@ def forget_workers(store: Protocol) -> Plan[int]:
     return int(rows[0]["forgotten"])
 
 
-def fence(store: Protocol, job: int, attempt: int) -> Plan[None]:
+def fence(store: Store, job: int, attempt: int) -> Plan[None]:
     """Raise FenceLost unless this attempt holds its job, which it then keeps until the transaction ends."""
     yield store.fence(job, attempt)
+
+
+def conclude(store: Store, worker: int, outcome: Outcome) -> Plan[None]:
+    """Write how an attempt ended, or raise FenceLost, in the transaction that is open."""
+    yield store.conclude(worker, encode_outcome(outcome))
 
 
 # What people steer with.
@@ -689,7 +704,7 @@ def list_tasks(store: Protocol) -> Plan[Rows]:
     return (yield store.tasks())
 
 
-def measure_queues(store: Protocol, queues: Sequence[str]) -> Plan[Rows]:
+def measure_queues(store: Store, queues: Sequence[str]) -> Plan[Rows]:
     """What waits in these queues: `ready`, counted up to 10,000, and for how many seconds the `oldest` has been due."""
     return (yield store.measure_queues(queues))
 

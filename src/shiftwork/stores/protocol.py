@@ -11,9 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from shiftwork.database import Statement
+from shiftwork.database import Rows, Statement
+from shiftwork.errors import SchemaTooOld
 from shiftwork.job import NewJob, State
+from shiftwork.migrate import PROTOCOL
 from shiftwork.settings import check_schema
+from shiftwork.stores.store import Held
 
 # Times cross as seconds and documents as text, because no loader may fail on a row that somebody else wrote.
 JOB = """
@@ -192,10 +195,6 @@ INSTALLED = "select (value ->> 'version')::int as protocol from shiftwork.settin
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
 
 
-Held = Sequence[tuple[int, int]]
-"""What a worker holds: ids and attempts."""
-
-
 def _text(document: Mapping[str, object]) -> str:
     return msgspec.json.encode(document).decode()
 
@@ -209,8 +208,20 @@ def _outcomes(worker: int, outcomes: Sequence[bytes]) -> str:
 class Protocol:
     """The verbs of one schema."""
 
+    in_turn = False
+    notifies = True
+
     def __init__(self, schema: str = "shiftwork") -> None:
         self.schema = check_schema(schema)
+
+    @property
+    def channels(self) -> tuple[str, str]:
+        """Where it is said that there is work, and that a job is to be looked at."""
+        return f"{self.schema}_wake", f"{self.schema}_cancel"
+
+    def session(self, worker: int | str) -> str:
+        """What the sessions of a worker are called: the reaper finds by it those of one that is lost."""
+        return f"{self.schema} {worker}"
 
     def enqueue(self, jobs: str) -> Statement:
         """Enqueue the jobs of one JSON array."""
@@ -294,6 +305,10 @@ class Protocol:
     def claim(self, request: Mapping[str, object]) -> Statement:
         """Jobs for a worker, and a report."""
         return Statement(self._written(CLAIM), (_text(request),), as_tuples=True)
+
+    def await_claims(self, worker: int) -> Statement | None:
+        """A heartbeat that reconciles waits for them itself."""
+        return None
 
     def start(self, worker: int, held: Held) -> Statement:
         """The code of prefetched jobs is about to begin."""
@@ -442,6 +457,15 @@ class Protocol:
     def installed(self) -> Statement:
         """Which protocol the schema has."""
         return self._look(INSTALLED)
+
+    def accept(self, rows: Rows) -> Sequence[Statement]:
+        """Refuse a schema whose protocol is older than ours; a newer one serves older programs."""
+        installed = rows[0]["protocol"] if rows else 0
+        if installed < PROTOCOL:
+            raise SchemaTooOld(
+                f"the schema {self.schema!r} has protocol {installed}, and {PROTOCOL} is needed; run: shiftwork migrate"
+            )
+        return ()
 
     def await_results(self, seconds: float) -> Statement:
         """Ask that ended jobs be announced for so long."""

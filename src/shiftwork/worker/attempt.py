@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 from psycopg import AsyncConnection, Connection
 
-from shiftwork import events
+from shiftwork import events, operations
 from shiftwork.context import Context
-from shiftwork.database import Statement, alend, lend
+from shiftwork.database import Plan, alend, arun, lend
+from shiftwork.database import run as carry_out
 from shiftwork.errors import (
     Cancel,
     ConfigurationError,
@@ -35,11 +36,10 @@ from shiftwork.errors import (
 )
 from shiftwork.events import Event
 from shiftwork.job import Job, State
-from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
-from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.hooks import Hooks, call
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
@@ -87,7 +87,7 @@ class Attempts:
     def __init__(
         self,
         settings: Settings,
-        store: Protocol,
+        store: Store,
         settling: Settling,
         transactions: Transactions,
         processes: Processes,
@@ -463,14 +463,14 @@ class Attempts:
 
     def fence(self, run: Run, connection: object) -> Any:  # noqa: ANN401
         """Go on in this transaction only if the job is still ours."""
-        return lent(connection, self._settings.schema, self._store.fence(run.id, run.attempt))
+        return lent(connection, self._settings.schema, operations.fence(self._store, run.id, run.attempt))
 
     def finish(self, run: Run, connection: object, result: object) -> Any:  # noqa: ANN401
         """End the job as completed in the caller's transaction."""
         _refuse_in_transaction(run)
         outcome = self._finished(run, result)
-        statement = self._store.conclude(run.worker, encode_outcome(outcome))
-        return lent(connection, self._settings.schema, statement, lambda: setattr(run, "concluded", True))
+        plan = operations.conclude(self._store, run.worker, outcome)
+        return lent(connection, self._settings.schema, plan, lambda: setattr(run, "concluded", True))
 
     def finishing(self, run: Run, result: object) -> _Finishing:
         """A transaction of ours in which the job ends."""
@@ -509,15 +509,13 @@ def decided(run: Run, ending: Ending) -> Outcome:
     )
 
 
-def lent(
-    connection: object, schema: str, statement: Statement, then: Callable[[], None] = lambda: None
-) -> Any:  # noqa: ANN401
-    """Carry a statement out on a connection of the handler's own, at once or to be awaited."""
+def lent(connection: object, schema: str, plan: Plan[None], then: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401
+    """Carry a plan out on a connection of the handler's own, at once or to be awaited."""
     if isinstance(connection, Connection):
-        lend(connection, schema)(statement)
+        carry_out(plan, lend(connection, schema))
         then()
         return None
-    return _awaited(alend(connection, schema)(statement), then)
+    return _awaited(arun(plan, alend(connection, schema)), then)
 
 
 def _retry(task: Task) -> Retry:

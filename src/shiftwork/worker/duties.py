@@ -26,6 +26,7 @@ from shiftwork.errors import DatabaseUnavailable, ShiftworkError
 from shiftwork.events import Event
 from shiftwork.outcome import MAX_MESSAGE
 from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Line, will_pass
 
 TURNS = 100
@@ -35,7 +36,7 @@ STRIKES = 3
 """Failures in a row after which this process leaves a duty to others."""
 
 Publish = Callable[[Event], None]
-Duty = Callable[[Protocol, int, Publish], Plan[int]]
+Duty = Callable[[Any, int, Publish], Plan[int]]
 """Says how much it did; gets the store, who does it, and where to tell of what happens."""
 
 
@@ -102,7 +103,7 @@ class Duties:
 
     def __init__(
         self,
-        store: Protocol,
+        store: Store,
         line: Line,
         *,
         worker: Callable[[], int],

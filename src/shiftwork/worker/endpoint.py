@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shiftwork import operations
 from shiftwork.errors import ConfigurationError
-from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.health import Health
 from shiftwork.worker.line import Line
 from shiftwork.worker.metrics import Metrics
@@ -52,7 +52,7 @@ class Endpoint:
         *,
         ping: Callable[[], threading.Event],
         line: Line,
-        store: Protocol,
+        store: Store,
         queues: Callable[[], list[str]],
     ) -> None:
         self.address = address

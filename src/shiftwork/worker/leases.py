@@ -27,7 +27,7 @@ from shiftwork import operations
 from shiftwork.errors import DatabaseError, ShiftworkError
 from shiftwork.operations import Pulse
 from shiftwork.settings import Settings
-from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Line
 from shiftwork.worker.run import Run, Stop
 
@@ -54,7 +54,7 @@ class Leases:
     def __init__(
         self,
         settings: Settings,
-        store: Protocol,
+        store: Store,
         holding: Held,
         *,
         pulse: Callable[[Pulse, Held], None],
@@ -75,9 +75,7 @@ class Leases:
         self._silence = silence
         self._says = says
         # Behind a pooler whose sessions are all lent, a worker would look dead: where there is a way past it, that is taken.
-        self._line = Line(
-            settings, lambda: f"{settings.schema} {self.worker}", revive, dsn=settings.listen_dsn
-        )
+        self._line = Line(settings, lambda: store.session(self.worker), revive, dsn=settings.listen_dsn)
         self.lapsed = False
         """Whether it is too late to trust in the lease."""
 

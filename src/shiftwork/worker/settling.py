@@ -23,7 +23,7 @@ from shiftwork import operations
 from shiftwork.errors import DatabaseError, DatabaseUnavailable, ShiftworkError
 from shiftwork.job import State
 from shiftwork.outcome import Outcome
-from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Line, Patience, will_pass
 from shiftwork.worker.run import Run
 
@@ -51,7 +51,7 @@ class Settling:
 
     def __init__(
         self,
-        store: Protocol,
+        store: Store,
         line: Line,
         *,
         answered: Callable[[Run, Outcome | None, str], None],

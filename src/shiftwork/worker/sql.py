@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from psycopg.errors import Diagnostic
 
@@ -26,6 +26,7 @@ from shiftwork.operations import Routine
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Line, will_pass
 from shiftwork.worker.run import Task
 
@@ -86,7 +87,7 @@ class Registry:
     def __init__(
         self,
         settings: Settings,
-        store: Protocol,
+        store: Store,
         own: Mapping[str, Task],
         routines: Sequence[Routine],
         publish: Callable[[Event], None],
@@ -115,7 +116,7 @@ class Registry:
         """What the program says of routines goes into it, each by itself: one that is refused stops no other."""
         for routine in self._routines:
             try:
-                await line.perform(operations.register_task(self._store, routine))
+                await line.perform(operations.register_task(cast("Protocol", self._store), routine))
             except ShiftworkError as error:
                 if will_pass(error):
                     raise

@@ -35,6 +35,7 @@ from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Patience
 from shiftwork.worker.run import Run
 from shiftwork.worker.sql import RoutineFailed
@@ -92,7 +93,7 @@ def _not_yours() -> TransactionEnded:
 class Transactions:
     """As many sessions as transactional tasks may use at once, kept for the next."""
 
-    def __init__(self, settings: Settings, store: Protocol, name: Callable[[], str]) -> None:
+    def __init__(self, settings: Settings, store: Store, name: Callable[[], str]) -> None:
         self._settings = settings
         self._store = store
         self._name = name
@@ -145,7 +146,7 @@ class Transactions:
 
     async def run_job(self, run: Run, connection: Ours) -> Mapping[str, Any]:
         """Let the routine of a job be called, and what came of it be written: how that was answered."""
-        await self._execute(connection, self._store.run_job(run.worker, run.id, run.attempt), commits=True)
+        await self._execute(connection, self._protocol.run_job(run.worker, run.id, run.attempt), commits=True)
         cursor = connection.own
         if _found(cursor) is None:
             raise Unsure("what came of the job was not answered")
@@ -154,7 +155,7 @@ class Transactions:
 
     async def call(self, run: Run, connection: Ours) -> object:
         """Call a routine that commits by itself; what it gives."""
-        await self._execute(connection, self._store.routine_call(run.task.handler))
+        await self._execute(connection, self._protocol.routine_call(run.task.handler))
         cursor = connection.own
         text, gives = cast("tuple[Any, ...]", await cursor.fetchone())
         call = text.replace("%", "%%").replace("$1", "%s::pg_catalog.jsonb")
@@ -250,6 +251,11 @@ class Transactions:
         _refuse_ended(connection)
         self._execute_blocking(connection, self._closing(run, outcome), commits=True)
         return _as_written(outcome, connection.own)
+
+    @property
+    def _protocol(self) -> Protocol:
+        """Routines are called only where there is a registry of them."""
+        return cast("Protocol", self._store)
 
     def _opening(self, run: Run) -> Statement:
         return self._store.open_transaction(run.id, run.attempt)

@@ -18,6 +18,7 @@ from psycopg import AsyncConnection, sql
 from shiftwork.database import aconnect, cut
 from shiftwork.errors import ShiftworkError
 from shiftwork.settings import Settings
+from shiftwork.stores.store import Store
 from shiftwork.worker.line import Patience
 
 PROVE_EVERY = 60.0
@@ -54,6 +55,7 @@ class Listener:
     def __init__(
         self,
         settings: Settings,
+        store: Store,
         name: Callable[[], str],
         *,
         work: Callable[[str], None],
@@ -63,6 +65,7 @@ class Listener:
         self.proven = False
         self._said: bool | None = None
         self._settings = settings
+        self._channels = store.channels
         self._name = name
         self._work = work
         self._look = look
@@ -98,8 +101,7 @@ class Listener:
 
     async def _call(self) -> None:
         self._connection = await aconnect(self._settings, self._settings.listen_dsn, name=self._name())
-        schema = self._settings.schema
-        for channel in (f"{schema}_wake", f"{schema}_cancel", self._own):
+        for channel in (*self._channels, self._own):
             await self._connection.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
 
     @property
@@ -141,7 +143,7 @@ class Listener:
     def _take(self, note: psycopg.Notify, own: str) -> bool:
         if note.channel == own:
             return True
-        if note.channel.endswith("_wake"):
+        if note.channel == self._channels[0]:
             self._work(note.payload)
         elif note.payload.isdecimal() and len(note.payload) < 20:
             self._look(int(note.payload))

@@ -27,7 +27,7 @@ from shiftwork.job import State
 from shiftwork.operations import Claimed, Pulse, Routine
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
-from shiftwork.stores.protocol import Protocol
+from shiftwork.stores.store import Store
 from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.duties import STRIKES, Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
@@ -88,6 +88,7 @@ class Worker:
     def __init__(
         self,
         settings: Settings,
+        store: Store,
         tasks: Mapping[str, Task],
         *,
         routines: Sequence[Routine] = (),
@@ -108,7 +109,7 @@ class Worker:
 
         self.holding: Held = {}
         self.settings = settings
-        self._store = Protocol(settings.schema)
+        self._store = store
         self._registry = Registry(settings, self._store, tasks, routines, self._publish)
         self._queues = _queues(settings, tasks)
         self._lanes = Lanes(settings, tasks, self._queues)
@@ -223,7 +224,12 @@ class Worker:
         )
         self._slots = Slots(self.settings.concurrency, attempts.begin, self._freed)
         self._listener = Listener(
-            self.settings, self._name, work=self._heard_work, look=self._heard_of, heard=self._heard
+            self.settings,
+            self._store,
+            self._name,
+            work=self._heard_work,
+            look=self._heard_of,
+            heard=self._heard,
         )
         self._endpoint = self._opened() if self.settings.metrics_port else None
         self._singleton = Singleton(self.settings, self._lost_singleton)
@@ -560,7 +566,8 @@ class Worker:
 
     def _poll(self) -> float:
         settings = self.settings
-        poll = settings.poll if self._listener.proven else settings.poll_unproven
+        told = self._listener.proven and self._store.notifies
+        poll = settings.poll if told else settings.poll_unproven
         return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
 
     def _is_done(self, idle: bool) -> bool:
@@ -871,7 +878,7 @@ class Worker:
 
     def _name(self) -> str:
         """What our sessions are called: the reaper finds by it those of a worker that is lost."""
-        return f"{self.settings.schema} {self.id or 'worker'}"
+        return self._store.session(self.id or "worker")
 
     def _state(self) -> Mapping[str, object]:
         """What is kept with a heartbeat; asked for by its thread."""

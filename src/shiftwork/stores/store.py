@@ -1,0 +1,137 @@
+"""What a worker needs of a store: the verbs, each as a statement, without I/O and without decisions.
+
+There are two of them, the schema of ours (`protocol`) and a table that somebody already has (`table`). Both answer in the same
+shapes, which `shiftwork.operations` reads, and both pass the same tests: `shiftwork.testing.store_conformance`. Whoever writes a third
+one passes them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shiftwork.database import Rows, Statement
+
+Held = Sequence[tuple[int, int]]
+"""What a worker holds: ids and attempts."""
+
+
+class Store(Protocol):
+    """Where jobs are kept, for a worker."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a claim gives jobs in the order in which they are to run; else they are sorted by priority and time."""
+        ...
+
+    @property
+    def notifies(self) -> bool:
+        """Whether workers are told of new jobs; else they look for them more often."""
+        ...
+
+    @property
+    def channels(self) -> tuple[str, str]:
+        """Where it is said that there is work, and that a job is to be looked at."""
+        ...
+
+    def session(self, worker: int | str) -> str:
+        """What the sessions of a worker are called: who takes its jobs finds them by that."""
+        ...
+
+    # Before anything else.
+
+    def installed(self) -> Statement:
+        """What there is in the database of what is needed."""
+        ...
+
+    def accept(self, rows: Rows) -> Sequence[Statement]:
+        """Refuse what cannot be worked with; gives statements that must not fail either."""
+        ...
+
+    def declare_tasks(self, tasks: Sequence[Mapping[str, object]]) -> Statement:
+        """Enter tasks in the registry: `written`, how many were news."""
+        ...
+
+    def declare_limits(self, limits: Mapping[str, object]) -> Statement:
+        """The limits that a program has: `written`, how many were news."""
+        ...
+
+    def sql_tasks(self) -> Statement:
+        """Tasks whose code is a routine in the database: `name, handler, queue, retry, timeout, commits`."""
+        ...
+
+    def register(self, details: Mapping[str, object]) -> Statement:
+        """A process makes itself known: `worker`, its id, which nobody has had before."""
+        ...
+
+    def leave(self, worker: int) -> Statement:
+        """A worker's lease ends now: `left`, whether it had one."""
+        ...
+
+    # Holding.
+
+    def claim(self, request: Mapping[str, object]) -> Statement:
+        """Jobs for a worker, as `job.Taken` has them, and last a report, which has id 0 and stands where payloads do."""
+        ...
+
+    def await_claims(self, worker: int) -> Statement | None:
+        """Wait until no claim of this worker is under way, if a heartbeat does not do so by itself."""
+        ...
+
+    def start(self, worker: int, held: Held) -> Statement:
+        """The code of prefetched jobs is about to begin: `id, answer` (started, expired, cancelled, lost or busy)."""
+        ...
+
+    def heartbeat(self, request: Mapping[str, object]) -> Statement:
+        """Renew a lease, and compare what is held: `answer`, a document."""
+        ...
+
+    def report(self, request: Mapping[str, object]) -> Statement:
+        """What handlers say while they run: `answer`, a document."""
+        ...
+
+    def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
+        """Take jobs back from workers whose lease has lapsed: `id, attempt, worker, answer` (ready, failed or cancelled)."""
+        ...
+
+    # Letting go.
+
+    def settle(self, worker: int, outcomes: Sequence[bytes]) -> Statement:
+        """How attempts ended, each outcome as JSON: `answer, state, problem, ids`, a row for those with the same answer."""
+        ...
+
+    def release(self, worker: int, held: Held, crashed: Mapping[int, str]) -> Statement:
+        """Give jobs back: `id, answer` (released, cancelled, lost or busy; failed, of those that crashed too often)."""
+        ...
+
+    # Transactions.
+
+    def open_transaction(self, job: int, attempt: int) -> Statement:
+        """Begin the transaction of a job, which nobody can take away until its end."""
+        ...
+
+    def undo_in_transaction(self) -> Statement:
+        """Take back what the handler of a job did in its transaction."""
+        ...
+
+    def close_transaction(self, worker: int, outcome: bytes, *, undo: bool) -> Statement:
+        """Write how the job ended, and commit, with what its handler did or without; the state it led to."""
+        ...
+
+    def conclude(self, worker: int, outcome: bytes) -> Statement:
+        """Write how a job ended, or fail, in the caller's transaction."""
+        ...
+
+    def fence(self, job: int, attempt: int) -> Statement:
+        """Fail unless this attempt holds its job, which it then keeps until the transaction ends."""
+        ...
+
+    # Waiting and looking.
+
+    def sleep(self, seconds: float) -> Statement:
+        """Let inserts notify for so long: `virtual_transaction`, those that were inserting already."""
+        ...
+
+    def measure_queues(self, queues: Sequence[str]) -> Statement:
+        """How much waits in these queues, and for how long: `queue, ready, oldest`."""
+        ...
