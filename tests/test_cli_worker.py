@@ -199,6 +199,64 @@ def test_who_is_stopped_before_the_worker_has_begun_has_stopped_cleanly(dsn: str
             assert worker.ends() == 0, worker.lines
 
 
+LOST = """
+import os, signal, sys
+from shiftwork import App
+from shiftwork.cli import main
+
+class Told:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # what a handler of signals raises in here is lost
+
+def told(method):
+    def first(self, *given, **named):
+        Told()
+        return method(self, *given, **named)
+    return first
+
+setattr(App, sys.argv[1], told(getattr(App, sys.argv[1])))
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("point", ["run_worker", "worker", "migrate"])
+def test_a_signal_is_not_lost_where_nobody_could_hear_it(dsn: str, protocol: Protocol, point: str) -> None:
+    # spec: SG-31, D-25
+    # fault: F28
+    job = protocol.enqueue("greet", {"name": "Ada"})
+    where = "postgresql://127.0.0.1:1/nowhere" if point == "migrate" else dsn
+    arguments = ("worker", "tests/sample.py", "--stop-when-idle", "--migrate")
+    command = [sys.executable, "-W", "ignore", "-c", LOST, point, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(where))
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" in done.stderr
+    assert protocol.state(job) == "ready"
+
+
+FAILED = """
+import os, signal, sys
+from shiftwork import App
+from shiftwork.cli import main
+
+worked = App.run_worker
+
+def fails(self, **settings):
+    worked(self, **settings)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return False
+
+App.run_worker = fails
+main(sys.argv[1:])
+"""
+
+
+def test_a_signal_at_the_very_end_does_not_make_a_failure_look_well(dsn: str) -> None:
+    # spec: SH-1, D-25
+    command = [sys.executable, "-c", FAILED, "worker", "tests/sample.py", "--stop-when-idle"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(dsn))
+    assert done.returncode == 1, done.stderr
+
+
 # What it is told.
 
 

@@ -6,15 +6,13 @@ once, in `shiftwork.settings`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from shiftwork.app import App
+    from shiftwork.worker.signals import Early
 
 CODES = (
     "Exit codes: 0 stopped, and every job is ended or given back; 1 failed, told twice to stop, or jobs had to be left behind; "
@@ -269,13 +268,15 @@ def find(where: str) -> App:
 def serve(app: App, *, migrate: bool) -> bool:
     """Run a worker of this app, and say whether all went well."""
     from shiftwork import logs  # noqa: PLC0415
+    from shiftwork.worker.signals import Early  # noqa: PLC0415
 
     settings = app.settings
     logs.set_up(settings.log_level, settings.log_format)
+    early = Early()
     try:
-        with stopping_early(), told(settings.schema), app:
+        with told(settings.schema), app:
             if migrate and settings.dsn is not None:  # the embedded server migrates by itself
-                _migrate(app)
+                _migrate(app, early)
             try:
                 return app.run_worker()
             except NotInstalled as error:
@@ -287,22 +288,10 @@ def serve(app: App, *, migrate: bool) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def stopping_early() -> Iterator[None]:
-    """Whoever is told to stop before the worker has begun has stopped cleanly."""
-
-    def leave(*_: object) -> NoReturn:
-        sys.exit(0)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, leave)
-    yield
-
-
-def _migrate(app: App) -> None:
+def _migrate(app: App, early: Early) -> None:
     """Install the schema, as soon as there is a database."""
     pause, waited = PATIENCE[0], False
-    while True:
+    while early.heard is None:
         try:
             app.migrate()
         except DatabaseUnavailable as error:
@@ -310,7 +299,7 @@ def _migrate(app: App) -> None:
                 log.error("migrating waits for the database, and goes on by itself: %s", error)  # noqa: TRY400
             waited = True
         else:
-            break
+            log.info("the schema %s is up to date", app.settings.schema)
+            return
         time.sleep(pause)
         pause = min(2 * pause, PATIENCE[1])
-    log.info("the schema %s is up to date", app.settings.schema)
