@@ -21,6 +21,7 @@ from shiftwork.events import (
     JobLost,
     JobReleased,
     JobStopped,
+    LeaseBroken,
     LeaseLapsing,
     LeaseLost,
     Reaped,
@@ -211,6 +212,40 @@ async def test_handlers_are_told_before_a_lease_ends_that_cannot_be_renewed(
         for job in jobs:
             found = protocol.job(job.id)
             assert (found["failures"], found["resets"]) == (0, 0)
+
+
+def fails() -> dict[str, object]:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(("does", "said"), [(fails, "RuntimeError: planted"), (threading.Event().wait, "not turned")])
+async def test_a_worker_whose_lease_thread_fails_gives_its_jobs_back_and_ends(
+    dsn: str, protocol: Protocol, does: Any, said: str
+) -> None:
+    # spec: SG-17, D-13
+    # fault: F6
+    app = App(dsn)
+    latch = Latch()
+
+    @app.task
+    async def hold() -> None:
+        await latch.hold()
+
+    async with app, Workshop(app, lease=timedelta(seconds=6), concurrency=1, grace=timedelta(hours=1)) as shop:
+        held, waiting = await hold.aenqueue(), await hold.aenqueue()
+        await latch.reached()
+        shop.worker._leases._says = does
+        shop.worker._leases.nudge()
+        broken = await shop.event(LeaseBroken, running=1)
+        assert said in broken.error
+        assert (await shop.event(JobStopped, job=held)).why == "lapsed"
+        assert not await shop.stopped()  # exit code 1
+        assert not shop.seen(JobBegan, job=waiting)
+        for job in (held, waiting):
+            found = protocol.live(job.id)
+            assert (found["state"], found["failures"], found["resets"]) == ("ready", 0, 0)
+        assert protocol.reap() == {}  # given back, and not taken back
+
 
 
 async def test_a_worker_that_was_given_up_registers_anew_and_goes_on(dsn: str, protocol: Protocol) -> None:

@@ -218,6 +218,14 @@ class LeaseLost(Event, frozen=True):
     worker: int
 
 
+class LeaseBroken(Event, frozen=True):
+    """The thread that renews the lease has ended, or does not turn; the worker stops, and all handlers are told."""
+
+    worker: int
+    error: str
+    running: int
+
+
 class DatabaseAway(Event, frozen=True):
     """One of the worker's connections cannot do its work."""
 

@@ -126,6 +126,11 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             )
         case events.LeaseLost(worker):
             return logging.ERROR, f"worker {worker} was given up by the others; it registers anew"
+        case events.LeaseBroken(worker, error, running):
+            return logging.CRITICAL, (
+                f"worker {worker} cannot renew its lease any more, for its thread fails: {error}; "
+                f"{_many(running, 'handler')} told to stop, and the worker ends"
+            )
         case events.DatabaseAway(part, error):
             return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
         case events.DatabaseBack(part):

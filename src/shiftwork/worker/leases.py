@@ -10,7 +10,9 @@ that goes on while the machine is suspended.
 
 When a part fails: a beat that gets no answer is given up when the handlers have to be told, its connection dropped, and
 the next tried on a new one. A beat that comes too late finds the worker given up; then everything it held is lost, and it
-registers anew. A claim that got no answer may have taken jobs: nothing is claimed until a beat has found them.
+registers anew. A claim that got no answer may have taken jobs: nothing is claimed until a beat has found them. The thread
+itself is watched from the event loop of the worker: if it has ended, or does not turn, nobody would notice that the lease
+ends; so the worker does, while it still holds its jobs.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ TOO_LATE = 0.75
 AGAIN = 0.1
 """The part of a lease after which a beat that failed is tried again."""
 
+STUCK = 0.5
+"""The part of a lease after which a thread that does not turn is given up: with a beat before it, that is in time."""
+
+WATCH = 1.0
+"""Seconds between two looks at whether the thread turns, at most."""
+
 LAST = 0.5
 """Seconds for a beat that is under way at the very end."""
 
@@ -60,6 +68,7 @@ class Leases:
         pulse: Callable[[Pulse, Held], None],
         lapse: Callable[[], None],
         silence: Callable[[ShiftworkError | None], None],
+        broken: Callable[[str], None],
         says: Callable[[], Mapping[str, Any]],
         revive: Callable[[], None] | None = None,
     ) -> None:
@@ -73,6 +82,7 @@ class Leases:
         self._pulse = pulse
         self._lapse = lapse
         self._silence = silence
+        self._broken = broken
         self._says = says
         # Behind a pooler whose sessions are all lent, a worker would look dead: where there is a way past it, that is taken.
         self._line = Line(settings, lambda: store.session(self.worker), revive, dsn=settings.listen_dsn)
@@ -82,6 +92,7 @@ class Leases:
         self.took = 0.0
         """Seconds that the last beat took."""
 
+        self._error = ""
         self._seen = 0
         self._renewed = 0.0
         self._silent = False
@@ -91,6 +102,7 @@ class Leases:
         self._nudged: asyncio.Event | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def seconds(self) -> float:
@@ -104,6 +116,7 @@ class Leases:
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="shiftwork-lease", daemon=True)
             self._thread.start()
+            self._watching = asyncio.create_task(self._watch())
         else:
             self.nudge()
 
@@ -125,6 +138,8 @@ class Leases:
 
     async def reconcile(self) -> bool:
         """Find what a claim without an answer has taken; says whether that could be done."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
         future: Future[bool] = Future()
         self._asked.append(future)
         self.nudge()
@@ -133,6 +148,9 @@ class Leases:
     async def close(self) -> None:
         """Stop renewing."""
         self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         if self._thread is not None:
             self.nudge()
             await asyncio.to_thread(self._thread.join, LAST)
@@ -141,8 +159,29 @@ class Leases:
                     self._loop.call_soon_threadsafe(self._line.drop)  # nobody answers
                 await asyncio.to_thread(self._thread.join, LAST)
 
+    async def _watch(self) -> None:
+        """See from outside that the thread turns: what it does not do any more, nobody else would."""
+        every = min(self.seconds * AGAIN, WATCH)
+        turned, looks, why = self.ping(), 0, ""
+        while not why:
+            await asyncio.sleep(every)
+            looks += 1  # and not the clock, which goes on while all of the process is stopped
+            if self._thread is None or not self._thread.is_alive():
+                why = self._error or "it has ended"
+            elif turned.is_set():
+                turned, looks = self.ping(), 0
+            elif looks * every >= self.seconds * STUCK:
+                why = f"it has not turned for {looks * every:.1f} s"
+        self.lapsed = True
+        self._broken(why)
+
     def _live(self) -> None:
-        asyncio.run(self._keep())
+        try:
+            asyncio.run(self._keep())
+        except BaseException as error:  # noqa: BLE001  -- told by who watches
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            _answer(self._asked, False)
 
     async def _keep(self) -> None:
         self._loop, self._nudged = asyncio.get_running_loop(), asyncio.Event()
@@ -169,7 +208,6 @@ class Leases:
                 pause = min(pause, max(late, 0))
             pause -= 0 if self._silent else through_suspend() - sent
         await self._line.close()
-        _answer(self._asked, False)
 
     async def _beat(self, sent: float) -> bool:
         asked = [self._asked.pop() for _ in range(len(self._asked))]  # whoever asks later waits for the next

@@ -182,6 +182,7 @@ class Worker:
             pulse=self._take_pulse,
             lapse=self._lapse,
             silence=lambda error: self._trouble("lease", error),
+            broken=self._break,
             says=lambda: {"state": self._state(), **self._duties.wish()},
             revive=self._revive,
         )
@@ -647,6 +648,14 @@ class Worker:
         self._publish(events.LeaseLapsing(self.id, len(self._slots.busy)))
         for run in (*self._slots.busy, *self._slots.ready):
             self.tell(run, Stop.LAPSED, "the lease could not be renewed")
+
+    def _break(self, why: str) -> None:
+        """The lease will not be renewed any more: what runs is given back while it is ours, and nothing is claimed."""
+        self._failed = True
+        self._publish(events.LeaseBroken(self.id, why, len(self._slots.busy)))
+        self.stop("its lease cannot be renewed any more")
+        for run in (*self._slots.busy, *self._slots.ready):
+            self.tell(run, Stop.LAPSED, "the lease cannot be renewed any more")
 
     def _answered(self, run: Run, outcome: Outcome | None, answer: str) -> None:
         """The database has spoken, or the job is not ours any more."""
