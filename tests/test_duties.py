@@ -164,6 +164,36 @@ async def test_duties_are_done_by_a_worker_that_has_no_slot_to_spare(app: App, p
         latch.release()
 
 
+async def test_a_worker_that_ends_before_its_first_heartbeat_does_what_is_due_before_it_ends(
+    app: App, protocol: Protocol
+) -> None:
+    # spec: ST-25, SH-31
+    late = protocol.enqueue("idle", queue="nobody", expires_in=0)
+    old = protocol.enqueue("idle", queue="nobody", keep=0)
+    protocol.cancel(old)
+    protocol.shift_clock(timedelta(days=1))
+    async with app, Workshop(app, lease=timedelta(hours=1), stop_when_idle=True) as shop:
+        assert await shop.stopped()
+        assert {event.duty for event in shop.seen(DutyDone)} == set(DUTIES)
+    assert protocol.state(late) == "expired"
+    assert protocol.rows("select 1 from {}.all_jobs where id = %s", old) == []
+    assert protocol.value("select count(ended_at) = 5 and count(worker) = 0 from {}.duties"), "it said how they went"
+
+
+async def test_a_worker_that_is_about_to_end_takes_over_from_those_that_fell_silent(
+    app: App, protocol: Protocol
+) -> None:
+    # spec: ST-25
+    only(protocol)
+    job = protocol.enqueue("idle")
+    silent = protocol.register()
+    protocol.claim(silent, start=1)
+    protocol.lapse(silent)
+    async with app, Workshop(app, lease=timedelta(hours=1), stop_when_idle=True) as shop:
+        assert await shop.stopped()
+    assert protocol.state(job) == "completed"
+
+
 async def test_the_death_of_whoever_does_it_is_survived(app: App, protocol: Protocol) -> None:
     # spec: D-15
     victim = protocol.register(lease=3600)

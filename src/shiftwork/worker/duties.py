@@ -123,6 +123,8 @@ class Duties:
 
         self._done: dict[str, Mapping[str, object]] = {}
         self._told = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._task: asyncio.Task[None] | None = None
 
     def wish(self) -> Mapping[str, Any]:
@@ -138,7 +140,13 @@ class Duties:
             self._done.pop(name, None)
             self._taken.pop(name, None)
         self._taken |= dict.fromkeys(name for name in taken if name in self._duties)
+        self._idle.clear()
         self._told.set()
+
+    async def finished(self) -> bool:
+        """Wait until all that was brought is done; says whether there is something to tell of it."""
+        await self._idle.wait()
+        return bool(self._done)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._live())
@@ -157,6 +165,8 @@ class Duties:
             waiting = [name for name in self._taken if name not in self._done]
             if waiting:
                 await self._do_all(waiting)
+            if not self._told.is_set():
+                self._idle.set()
 
     async def _do_all(self, names: Sequence[str]) -> None:
         try:

@@ -145,6 +145,12 @@ class Worker:
         self._sure = False
         """Whether all queues are looked through from their start, since nothing seems to be left."""
 
+        self._done = ""
+        """Why it has done what it was to do, if it has."""
+
+        self._tidied = False
+        """Whether it has asked, before it ends, for what is to be done for all."""
+
         self._reap_due = False
         self._notifications = self._reap_at = 0.0
         self._refusals = 0
@@ -280,6 +286,8 @@ class Worker:
                 self._trouble("claiming", None)
                 if self._stopping is None and not self._is_done(idle):
                     await self._rest(idle, ends)
+                if self._done:
+                    await self._take_leave(self._done)
                 patience.reset()
             except DatabaseError as error:
                 self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
@@ -572,22 +580,33 @@ class Worker:
         return poll.total_seconds() * random.uniform(0.9, 1.0)  # noqa: S311
 
     def _is_done(self, idle: bool) -> bool:
-        """Whether this worker has done what it was to do; then it stops."""
+        """Whether this worker has done what it was to do; then it takes its leave."""
         settings = self.settings
         if self.holding:
             return False
         if settings.max_jobs is not None and self.jobs >= settings.max_jobs:
-            self.stop(f"{self.jobs} jobs were to be run")
+            self._done = f"{self.jobs} jobs were to be run"
         elif (
             settings.stop_when_idle and idle and self._quiet and not self._skipped
         ):  # else what has just ended may have left more to do
             if self._sure:
-                self.stop("nothing is left to do")
+                self._done = "nothing is left to do"
             else:
                 self._sure = True  # a cursor may have passed by what came late
                 self._lanes.look()
                 self._wake()
-        return self._stopping is not None
+        return bool(self._done) or self._stopping is not None
+
+    async def _take_leave(self, why: str) -> None:
+        """Stop, having done what is due for all: a life without a heartbeat would leave that to others, and maybe to nobody."""
+        self._done = ""
+        if not self._tidied:
+            self._tidied, self._sure = True, False
+            await self._leases.reconcile()  # brings duties, and tells of workers that fell silent: their jobs may be for us
+            return
+        if await self._duties.finished():
+            await self._leases.reconcile()  # says how they went
+        self.stop(why)
 
     # What the parts have to say.
 
