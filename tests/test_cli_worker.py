@@ -227,7 +227,9 @@ def test_a_signal_is_not_lost_where_nobody_could_hear_it(dsn: str, protocol: Pro
     where = "postgresql://127.0.0.1:1/nowhere" if point == "migrate" else dsn
     arguments = ("worker", "tests/sample.py", "--stop-when-idle", "--migrate")
     command = [sys.executable, "-W", "ignore", "-c", LOST, point, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(where))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(where)
+    )
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" in done.stderr
     assert protocol.state(job) == "ready"
@@ -253,7 +255,9 @@ main(sys.argv[1:])
 def test_a_signal_at_the_very_end_does_not_make_a_failure_look_well(dsn: str) -> None:
     # spec: SH-1, D-25
     command = [sys.executable, "-c", FAILED, "worker", "tests/sample.py", "--stop-when-idle"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(dsn))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings(dsn)
+    )
     assert done.returncode == 1, done.stderr
 
 

@@ -177,7 +177,9 @@ async def test_a_worker_that_ends_before_its_first_heartbeat_does_what_is_due_be
         assert {event.duty for event in shop.seen(DutyDone)} == set(DUTIES)
     assert protocol.state(late) == "expired"
     assert protocol.rows("select 1 from {}.all_jobs where id = %s", old) == []
-    assert protocol.value("select count(ended_at) = 5 and count(worker) = 0 from {}.duties"), "it said how they went"
+    assert protocol.value("select count(ended_at) = 5 and count(worker) = 0 from {}.duties"), (
+        "it said how they went"
+    )
 
 
 async def test_a_worker_that_is_about_to_end_takes_over_from_those_that_fell_silent(

@@ -210,6 +210,23 @@ def test_limits_are_set_shown_and_lifted_on_the_command_line(dsn: str, protocol:
     lines = run(dsn, "tasks", "list").output.splitlines()
     assert lines[0].split()[-2:] == ["LIMIT", "PAUSED"]
     assert lines[1].split() == ["resize", "2"]
+    worker = protocol.register()
+    protocol.enqueue("resize", queue="mail")
+    protocol.enqueue("other")
+    protocol.claim(worker, "mail", "default")
+    lines = [line.split() for line in run(dsn, "limit").output.splitlines()]
+    assert lines == [
+        ["OF", "NAME", "LIMIT", "RUNNING"],
+        ["all", "20", "2"],
+        ["queue", "mail", "5", "1"],
+        ["task", "resize", "2", "1"],
+    ]
+    assert json.loads(run(dsn, "limit", "--json").output)[0] == {
+        "kind": "all",
+        "name": "",
+        "max_running": 20,
+        "running": 2,
+    }
     assert run(dsn, "limit", "none").output == "the cluster has no limit.\n"
     assert protocol.rows("select kind, name from {}.limits order by kind") == [
         {"kind": "queue", "name": "mail"},

@@ -218,7 +218,9 @@ def fails() -> dict[str, object]:
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize(("does", "said"), [(fails, "RuntimeError: planted"), (threading.Event().wait, "not turned")])
+@pytest.mark.parametrize(
+    ("does", "said"), [(fails, "RuntimeError: planted"), (threading.Event().wait, "not turned")]
+)
 async def test_a_worker_whose_lease_thread_fails_gives_its_jobs_back_and_ends(
     dsn: str, protocol: Protocol, does: Any, said: str
 ) -> None:
@@ -231,7 +233,10 @@ async def test_a_worker_whose_lease_thread_fails_gives_its_jobs_back_and_ends(
     async def hold() -> None:
         await latch.hold()
 
-    async with app, Workshop(app, lease=timedelta(seconds=6), concurrency=1, grace=timedelta(hours=1)) as shop:
+    async with (
+        app,
+        Workshop(app, lease=timedelta(seconds=6), concurrency=1, grace=timedelta(hours=1)) as shop,
+    ):
         held, waiting = await hold.aenqueue(), await hold.aenqueue()
         await latch.reached()
         shop.worker._leases._says = does
@@ -245,7 +250,6 @@ async def test_a_worker_whose_lease_thread_fails_gives_its_jobs_back_and_ends(
             found = protocol.live(job.id)
             assert (found["state"], found["failures"], found["resets"]) == ("ready", 0, 0)
         assert protocol.reap() == {}  # given back, and not taken back
-
 
 
 async def test_a_worker_that_was_given_up_registers_anew_and_goes_on(dsn: str, protocol: Protocol) -> None:

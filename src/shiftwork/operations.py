@@ -699,6 +699,11 @@ def list_running(
     return (yield store.running(queue, task, worker, limit))
 
 
+def list_limits(store: Protocol) -> Plan[Rows]:
+    """Limits: how many jobs may run at once in the whole cluster, and how many do."""
+    return (yield store.limits())
+
+
 def list_tasks(store: Protocol) -> Plan[Rows]:
     """Tasks: what is registered, their jobs, and whether they are paused."""
     return (yield store.tasks())

@@ -100,14 +100,26 @@ def add_limit(group: click.Group, kind: str) -> None:
 
 @click.command()
 @database_options
-@click.argument("most", type=number_or_none)
-def limit(settings: Settings, most: int | None) -> None:
-    """Let at most so many jobs run at once, in the whole cluster; `none` for no limit.
+@click.argument("most", required=False)
+@json_option
+def limit(settings: Settings, most: str | None, as_json: bool) -> None:
+    """Let at most so many jobs run at once, in the whole cluster; `none` for no limit. Without a number, list all limits.
 
     For one queue or task: `shiftwork queues limit`, `shiftwork tasks limit`. What runs already counts; where more is
     running than may, nothing is claimed until enough has ended.
     """
-    _limit(settings, most, "the cluster", {})
+    if most is not None:
+        _limit(settings, number_or_none(most), "the cluster", {})
+        return
+    with opened(settings) as app:
+        found = app.client.perform(operations.list_limits(app.client.store))
+    if as_json:
+        print_json(found)
+    elif not found:
+        click.echo(f"No limits in {place(settings)}.")
+    else:
+        rows = [(row["kind"], shortened(row["name"]), row["max_running"], row["running"]) for row in found]
+        print_table(("of", "name", "limit", "running"), rows, numbers=("limit", "running"))
 
 
 def _limit(settings: Settings, most: int | None, what: str, meant: Mapping[str, str]) -> None:

@@ -191,6 +191,12 @@ select id, task, queue, worker, attempt, extract(epoch from started_at)::text as
    and worker = coalesce(%s::bigint, worker)
  order by id limit %s
 """
+LIMITS = """
+select one.kind, one.name, one.max_running, count(permit.job)::int as running
+  from shiftwork.limits as one
+  left join shiftwork.permits as permit on permit.kind = one.kind and permit.name = one.name
+ group by one.kind, one.name, one.max_running order by one.kind, one.name collate "C"
+"""
 INSTALLED = "select (value ->> 'version')::int as protocol from shiftwork.settings where name = 'protocol'"
 AWAIT_RESULTS = "select shiftwork.await_results(%s::double precision)"
 
@@ -453,6 +459,10 @@ class Protocol:
     def running(self, queue: str | None, task: str | None, worker: int | None, limit: int) -> Statement:
         """What runs, the oldest first, each with how many there are."""
         return self._look(RUNNING, queue, task, worker, limit)
+
+    def limits(self) -> Statement:
+        """How many jobs may run at once in the whole cluster, and how many do: over all, of queues and of tasks."""
+        return self._look(LIMITS)
 
     def installed(self) -> Statement:
         """Which protocol the schema has."""

@@ -602,7 +602,9 @@ class Worker:
         self._done = ""
         if not self._tidied:
             self._tidied, self._sure = True, False
-            await self._leases.reconcile()  # brings duties, and tells of workers that fell silent: their jobs may be for us
+            await (
+                self._leases.reconcile()
+            )  # brings duties, and tells of workers that fell silent: their jobs may be for us
             return
         if await self._duties.finished():
             await self._leases.reconcile()  # says how they went
