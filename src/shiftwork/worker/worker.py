@@ -145,12 +145,8 @@ class Worker:
         self._sure = False
         """Whether all queues are looked through from their start, since nothing seems to be left."""
 
-        self._done = ""
-        """Why it has done what it was to do, if it has."""
-
-        self._tidied = False
-        """Whether it has asked, before it ends, for what is to be done for all."""
-
+        # Why it may end, if it has done what it was to do; and whether it has asked for what is due by then.
+        self._done, self._tidied = "", False
         self._reap_due = False
         self._notifications = self._reap_at = 0.0
         self._refusals = 0
