@@ -214,8 +214,8 @@ def test_limits_are_set_shown_and_lifted_on_the_command_line(dsn: str, protocol:
     protocol.enqueue("resize", queue="mail")
     protocol.enqueue("other")
     protocol.claim(worker, "mail", "default")
-    lines = [line.split() for line in run(dsn, "limit").output.splitlines()]
-    assert lines == [
+    table = [line.split() for line in run(dsn, "limit").output.splitlines()]
+    assert table == [
         ["OF", "NAME", "LIMIT", "RUNNING"],
         ["all", "20", "2"],
         ["queue", "mail", "5", "1"],
