@@ -1,15 +1,19 @@
-"""One PostgreSQL for the whole run, a database for each test.
+"""One PostgreSQL for the whole run, a database for each test, and one room for everything temporary.
 
 Without DATABASE_URL the run starts an embedded server of its own, with fsync off, that ends with it. With it, that server
-is used, and only databases that the run made itself are touched.
+is used, and only databases that the run made itself are touched. The room is in memory where there is enough of it: a
+database is a thousand files, and copying them is most of what many a test costs. TMPDIR puts it elsewhere.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,6 +30,11 @@ from tests import pooler
 from tests.harness import Protocol
 
 SERVER = "SHIFTWORK_TEST_SERVER"
+ROOM = "shiftwork-test-"
+ENOUGH = 4 << 30
+"""Bytes of memory that must be left over before temporary files go there."""
+
+_rooms: list[tuple[Path, int]] = []
 _started: list[tuple[embedded.Server, Path]] = []
 _pooling: list[pooler.Pooler] = []
 
@@ -34,10 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server once, before the processes that run the tests; they find it in their environment."""
     if hasattr(config, "workerinput") or config.option.collectonly or SERVER in os.environ:
         return
+    _rooms.append(room := take_room())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(room[0])
     if url := os.environ.get("DATABASE_URL"):
         os.environ[SERVER] = url
         return
-    folder = Path(tempfile.mkdtemp(prefix="shiftwork-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="server-"))
     folder.chmod(0o755)
     server = embedded.start(
         folder / "data",
@@ -81,8 +92,39 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         os.environ.pop(SERVER, None)
         server.close()
         embedded.stop(folder / "data")
-        shutil.rmtree(folder, ignore_errors=True)
     _started.clear()
+    for room, lock in _rooms:
+        shutil.rmtree(room, ignore_errors=True)
+        os.close(lock)
+    _rooms.clear()
+
+
+def take_room() -> tuple[Path, int]:
+    """A directory for everything temporary, which everybody may pass and a socket's path can be in, and its lock.
+
+    Rooms of runs that were killed are cleared on the way.
+    """
+    base = Path(os.environ.get("TMPDIR") or ("/dev/shm" if has_memory() else "/tmp"))
+    for former in base.glob(f"{ROOM}*/lock"):
+        with former.open() as lock, suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(former.parent, ignore_errors=True)
+    room = Path(tempfile.mkdtemp(prefix=ROOM, dir=base))
+    room.chmod(0o1777)
+    held = os.open(room / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return room, held
+
+
+def has_memory() -> bool:
+    """Whether temporary files may be kept in memory, and programs among them be run there."""
+    try:
+        place = os.statvfs("/dev/shm")
+        left = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"))
+    except OSError:
+        return False
+    roomy = place.f_bavail * place.f_frsize >= ENOUGH and left and int(left[1]) << 10 >= ENOUGH
+    return bool(roomy) and not place.f_flag & os.ST_NOEXEC
 
 
 @pytest.fixture(scope="session")

@@ -677,7 +677,7 @@ def test_an_embedded_server_that_cannot_start_is_told(short_path: Path) -> None:
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """A directory that the server's user can reach."""
-    room = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    room = Path(tempfile.mkdtemp(prefix="sw-"))
     room.chmod(0o711)
     yield room
     embedded.stop(room / "postgres", now=True)

@@ -20,7 +20,7 @@ SHIFTWORK = [sys.executable, "-c", "from shiftwork.cli import main; main(prog_na
 
 @pytest.fixture
 def data() -> Iterator[Path]:
-    room = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    room = Path(tempfile.mkdtemp(prefix="sw-"))
     room.chmod(0o711)
     yield room / "data"
     embedded.stop(room / "data", now=True)

@@ -142,7 +142,7 @@ def test_an_app_in_a_file_is_imported_from_where_it_is_and_with_its_package(tmp_
 
 def test_without_a_database_the_embedded_server_is_started_and_migrated(dsn: str) -> None:
     # spec: HO-2
-    room = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    room = Path(tempfile.mkdtemp(prefix="sw-"))
     room.chmod(0o711)  # started by root, the server runs as another user
     try:
         done = worked(

@@ -140,7 +140,7 @@ def test_an_account_that_does_not_add_up_is_said_to_be_wrong(
 @pytest.fixture
 def room() -> Iterator[Path]:
     """Where the demo's temporary files go."""
-    room = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    room = Path(tempfile.mkdtemp(prefix="sw-"))
     room.chmod(0o711)  # started by root, the server runs as another user
     yield room
     shutil.rmtree(room)

@@ -71,7 +71,7 @@ class User:
 @pytest.fixture
 def room() -> Iterator[Path]:
     """A directory that any user can pass, and that is gone afterwards with all servers in it."""
-    room = Path(tempfile.mkdtemp(prefix="sw-", dir="/tmp"))
+    room = Path(tempfile.mkdtemp(prefix="sw-"))
     room.chmod(0o711)
     yield room
     for lock in room.rglob("start.lock"):

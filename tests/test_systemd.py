@@ -70,7 +70,7 @@ class Ear:
 
 @contextmanager
 def listening(address: str | None = None) -> Iterator[Ear]:
-    with tempfile.TemporaryDirectory(prefix="sw-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="sw-") as folder:
         ear = Ear(address or f"{folder}/notify")
         try:
             yield ear
