@@ -37,8 +37,8 @@ class Plant:
 
 SETTLE_WITHOUT_FENCE = Plant(
     "settle",
-    "job.attempt = told.attempt and job.worker = holder and (job.state = 'running') is true",
-    "job.state = 'running'",
+    "held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true",
+    "held.state = 'running'",
 )
 """Whoever names the id may end the job, whichever attempt holds it."""
 
@@ -77,8 +77,8 @@ class Bug:
 BUGS = {
     "unfenced release": Bug(
         "sql/protocol/release.sql",
-        "where job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true",
-        "where (job.state = 'running') is true",
+        "where job.id = hold.id and job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true",
+        "where job.id = hold.id and (job.state = 'running') is true",
         "tests/test_races.py::test_a_worker_that_finishes_late_is_refused_whatever_it_tries",
     ),
     "reaper without re-check": Bug(
@@ -115,8 +115,8 @@ BUGS = {
     ),
     "settle that waits on a locked row": Bug(
         "sql/protocol/settle.sql",
-        "order by job.id for update of job skip locked",
-        "order by job.id for update of job",
+        "for update skip locked) as job",
+        "for update) as job",
         "tests/test_life.py::test_a_settled_batch_answers_for_each_and_waits_for_no_lock",
     ),
     "one bad row stopping a sweep": Bug(

@@ -1,4 +1,5 @@
-"""What the verbs of a worker read does not grow with what else lies in the tables, with fresh statistics and with none.
+"""What the verbs of a worker read does not grow with what else lies in the tables, with fresh statistics, with none, and
+with plans that were made when there was nothing yet.
 
 Each verb is run inside a transaction that is rolled back, and what it touched is counted by the server itself: buffers by
 EXPLAIN, rows of `jobs` by pg_stat_xact_user_tables. First with nothing else there, then with half a million other rows:
@@ -67,9 +68,22 @@ class Scene:
         outcomes = [
             {"id": job, "attempt": attempt, "state": "completed", "result": 1} for job, attempt in self.held
         ]
+        retries = [
+            outcome | {"state": "scheduled", "delay": 9, "error": {"code": "BAD"}} for outcome in outcomes
+        ]
+        ids = [job for job, _ in self.held]
+        fresh = [{"task": "greet", "unique_key": str(number)} for number in range(BATCH)]
+        failures = [outcome | {"state": "failed"} for outcome in outcomes]
         return {
             "claim": self.cost("select * from {}.claim(%s)", claim),
             "settle": self.cost("select * from {}.settle(%s)", {"worker": self.worker, "outcomes": outcomes}),
+            "settle to run again": self.cost(
+                "select * from {}.settle(%s)", {"worker": self.worker, "outcomes": retries}
+            ),
+            "settle as failed": self.cost(
+                "select * from {}.settle(%s)", {"worker": self.worker, "outcomes": failures}
+            ),
+            "start": self.cost("select * from {}.start(%s)", {"worker": self.worker, "held": self.held}),
             "heartbeat": self.cost(
                 "select {}.heartbeat(%s)", {"worker": self.worker, "held": self.held, "answered": 1 << 40}
             ),
@@ -84,6 +98,11 @@ class Scene:
             "release": self.cost("select * from {}.release(%s)", {"worker": self.worker, "held": self.held}),
             "reap": self.cost("select * from {}.reap(most => %s)", 1000),
             "promote": self.cost("select * from {}.promote(%s)", 1000),
+            "expire": self.cost("select * from {}.expire(%s)", 1000),
+            "enqueue": self.cost("select * from {}.enqueue_many(%s)", json.dumps(fresh)),
+            "cancel": self.cost("select * from {}.cancel(%s)", ids),
+            "run now": self.cost("select * from {}.run_now(%s)", ids),
+            "look": self.cost("select * from {}.look(%s)", ids),
         }
 
 
@@ -102,6 +121,14 @@ def scene(connection: psycopg.Connection[Any]) -> Scene:
         "where state = 'scheduled'"
     )
     return Scene(protocol, worker, lapsed, held)
+
+
+def rehearse(connection: psycopg.Connection[Any]) -> None:
+    """Every verb once, with next to nothing there: its plans are made now, and kept."""
+    protocol = Protocol(connection)
+    worker = protocol.register(lease=3600)
+    protocol.enqueue("greet")
+    Scene(protocol, worker, worker, protocol.claim(worker, want=1).held).verbs()
 
 
 def crowd(connection: psycopg.Connection[Any], busy: int) -> None:
@@ -160,29 +187,32 @@ def crowded(server: str, template: str) -> Iterator[Scene]:
         copied(server, template) as dsn,
         psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
     ):
+        rehearse(connection)
         found = scene(connection)
         crowd(connection, busy=Protocol(connection).register(lease=3600))
         yield found
 
 
-def test_what_a_worker_reads_does_not_grow_with_fresh_statistics_or_without(
+def test_what_a_worker_reads_does_not_grow_whenever_its_plans_were_made(
     alone: dict[str, Cost], crowded: Scene
 ) -> None:
     # spec: SH-4, QU-30
     examined = 1000
-    for statistics in ("without", "fresh"):
-        if statistics == "fresh":
+    dear = []
+    for statistics in ("of old", "none", "fresh"):
+        if statistics == "none":
+            crowded.protocol.connection.execute("discard plans")
+        elif statistics == "fresh":
             crowded.protocol.connection.execute("analyze shiftwork.jobs")
         for verb, cost in crowded.verbs().items():
             # A claim may look at so many rows that are not for it, twice: once to pick, once to say how far it looked.
             spare = 3 * examined if verb == "claim" else 0
-            assert cost.rows <= alone[verb].rows + spare + 20, (statistics, verb, cost, alone[verb])
-            assert cost.buffers <= 1.5 * alone[verb].buffers + 2 * spare + 150, (
-                statistics,
-                verb,
-                cost,
-                alone[verb],
-            )
+            if (
+                cost.rows > alone[verb].rows + spare + 20
+                or cost.buffers > 1.5 * alone[verb].buffers + 2 * spare + 150
+            ):
+                dear.append((statistics, verb, cost, alone[verb]))
+    assert not dear, "\n".join(map(str, dear))
 
 
 def test_a_claim_gets_past_what_is_not_for_it_and_does_not_look_at_it_again(crowded: Scene) -> None:

@@ -31,7 +31,7 @@ begin
   end if;
   update shiftwork.workers as worker
      set lease_until = present + shiftwork.lease_of(request), seen_at = present
-   where worker.id = holder and worker.gone_at is null;
+   where worker.id = holder and (worker.gone_at is null) is true;      -- by its key, not by the index of who is alive
   if not found then
     lost := array(select hold.id from shiftwork.holds(request -> 'held') as hold);
     return jsonb_build_object('alive', false, 'lost', to_jsonb(lost), 'why', shiftwork.why_lost(lost), 'cancel', '[]'::jsonb,
@@ -66,8 +66,8 @@ begin
   return jsonb_build_object(
     'alive', true, 'lost', to_jsonb(lost), 'why', shiftwork.why_lost(lost), 'cancel', asked,
     'strays', to_jsonb(coalesce(strays, '{}')),
-    'reap', exists (select from shiftwork.workers as other
-                     where other.gone_at is null and other.lease_until <= present and other.id <> holder))
+    'reap', (select one.lease_until from shiftwork.workers as one
+              where one.gone_at is null order by one.lease_until limit 1) <= present)
     || shiftwork.attend(holder, request, present);
 end $$;
 

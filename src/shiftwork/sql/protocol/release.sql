@@ -38,11 +38,12 @@ declare
   holder constant bigint := (request ->> 'worker')::bigint;
 begin
   return array(
-    select job.id
+    select hold.id
       from (select hold.id, hold.attempt from shiftwork.holds(request -> 'held') as hold order by hold.id) as hold
-      join shiftwork.jobs as job on job.id = hold.id
-     where job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true
-     order by job.id for update of job skip locked);
+      cross join lateral (
+        select from shiftwork.jobs as job
+         where job.id = hold.id and job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true
+           for update skip locked) as locked);
 end $$;
 
 -- Why a job could not be locked: somebody else has locked the row that this worker holds, or it holds it no longer.

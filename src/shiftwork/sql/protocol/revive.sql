@@ -2,7 +2,8 @@
 -- passed is lifted, and a unique key is taken again where it is free.
 -- Answers for each: revived, live (it is not finished), busy (somebody else is at it), refused (it cannot live) or unknown.
 create or replace function shiftwork.revive(ids bigint[], actor text default null) returns table (id bigint, answer text)
-language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
@@ -64,7 +65,8 @@ end $$;
 -- Do not wait any longer: scheduled jobs become ready now. With `strict`, all of them or none.
 -- Answers for each: moved, ready (it was), refused (it is in another state), busy, finished or unknown.
 create or replace function shiftwork.run_now(ids bigint[], actor text default null, strict boolean default false)
-returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
   moved bigint[];

@@ -63,36 +63,37 @@ begin
     into usual from shiftwork.queues as every where every.name = '*';
   begin
     -- Those that end. The fence: this attempt, of this worker, and still running. Whoever has locked a row otherwise is not
-    -- waited for. Copied by where it lies, a row that we have locked is ours to delete; one that somebody changed between
-    -- our snapshot and our lock lies elsewhere, is not copied, and is answered busy.
+    -- waited for. Each is looked for by itself, in the order of ids: joined, a plan from when there were few jobs would read
+    -- all of them, for ever.
     with mine as (
-      select told.id, told.result, told.error, told.counts, job.ctid as lies, case
+      select job.*, told.result as given, told.error as raised, told.counts, case
                when told.state in ('completed', 'failed', 'cancelled') then told.state
                when told.state <> 'scheduled' then null
                when asked and exists (select from shiftwork.signals as signal where signal.job = told.id) then 'cancelled'
                when told.counts and present + told.wait >= job.expires_at then 'failed' end::shiftwork.job_state as ending
-        from shiftwork.told(request) as told join shiftwork.jobs as job on job.id = told.id
-       where job.attempt = told.attempt and job.worker = holder and (job.state = 'running') is true
-       order by job.id for update of job skip locked
+        from (select distinct on (id, attempt) * from shiftwork.told(request)) as told
+        cross join lateral (
+          select * from shiftwork.jobs as held
+           where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
+             for update skip locked) as job
     ), kept as (
       insert into shiftwork.history (
         id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
         finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on)
-      select distinct on (job.id) job.id, mine.ending, job.priority, job.run_at, job.created_at, job.attempt,
-             case when mine.counts and mine.ending <> 'completed' then least(job.failures + 1, 1000000000) else job.failures end,
+      select job.id, job.ending, job.priority, job.run_at, job.created_at, job.attempt,
+             case when job.counts and job.ending <> 'completed' then least(job.failures + 1, 1000000000) else job.failures end,
              job.resets, job.max_attempts, job.expires_at, job.claimed_at, job.started_at, present, job.worker, job.claim,
-             job.keep, job.unique_scope, job.task, job.queue, job.payload, job.unique_key, job.tags, mine.result,
-             case mine.ending
+             job.keep, job.unique_scope, job.task, job.queue, job.payload, job.unique_key, job.tags, job.given,
+             case job.ending
                when 'completed' then null
-               when 'cancelled' then coalesce(mine.error, shiftwork.failure('TASK_CANCELLED', 'cancelled'))
-               else coalesce(mine.error, shiftwork.failure('FAILED', 'no reason was given')) end,
+               when 'cancelled' then coalesce(job.raised, shiftwork.failure('TASK_CANCELLED', 'cancelled'))
+               else coalesce(job.raised, shiftwork.failure('FAILED', 'no reason was given')) end,
              case when ruled or job.keep is not null
-                  then shiftwork.forget_on(shiftwork.days_kept(job.keep, mine.ending, job.queue), today)
-                  when mine.ending = 'completed' then usual.completed
-                  when mine.ending = 'failed' then usual.failed
+                  then shiftwork.forget_on(shiftwork.days_kept(job.keep, job.ending, job.queue), today)
+                  when job.ending = 'completed' then usual.completed
+                  when job.ending = 'failed' then usual.failed
                   else usual.cancelled end
-        from mine join shiftwork.jobs as job on job.ctid = mine.lies
-       where mine.ending is not null
+        from mine as job where job.ending is not null
       returning history.id, history.state
     )
     select array_agg(kept.id), array_agg(kept.state) into finished, endings from kept;
@@ -125,10 +126,11 @@ begin
     if coalesce(cardinality(finished), 0) < many then
       with mine as (
         select told.*, job.claimed_at, job.started_at
-          from shiftwork.told(request) as told join shiftwork.jobs as job on job.id = told.id
-         where job.attempt = told.attempt and job.worker = holder and (job.state = 'running') is true
-           and told.state = 'scheduled'
-         order by job.id for update of job skip locked
+          from (select * from shiftwork.told(request) where state = 'scheduled' order by id) as told
+          cross join lateral (
+            select held.claimed_at, held.started_at from shiftwork.jobs as held
+             where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
+               for update skip locked) as job
       ), moved as (
         update shiftwork.jobs as job
            set state = 'scheduled', run_at = present + mine.wait, error = coalesce(mine.error, job.error),
