@@ -30,6 +30,7 @@ COMMANDS = {
         "shiftwork.cli.queues:queues",
         "List, pause, resume and limit queues; say how long jobs are kept.",
     ),
+    "sql": ("shiftwork.cli.sql:sql", "Write functions in SQL that enqueue jobs."),
     "tasks": ("shiftwork.cli.queues:tasks", "List, pause, resume and limit tasks."),
     "worker": ("shiftwork.cli.worker:worker", "Run jobs, until told to stop."),
     "workers": (
