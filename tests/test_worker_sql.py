@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 
 from shiftwork import App
@@ -100,6 +102,78 @@ async def test_what_a_routine_says_is_heard_while_it_runs_and_cancelling_ends_it
         assert await shop.rows(DAWDLING) == []
     assert stats.rows("select * from stats.units") == []
     assert stats.job(job)["error"]["message"] == "not wanted"
+
+
+STATEMENT = "select pg_sleep(600)"
+SITTING = (
+    "select pid from pg_stat_activity where datname = current_database() and state = 'active' "
+    "and wait_event = 'PgSleep' and application_name like 'shiftwork %%'"
+)
+
+
+@pytest.fixture
+def sitting(stats: Protocol, app: App) -> None:
+    """Tasks of all kinds that sit in a statement of ten minutes."""
+    stats.connection.execute(
+        "create procedure stats.commit_and_sit(payload jsonb) language plpgsql as "
+        "$$ begin commit; perform pg_sleep(600); end $$"
+    )
+    register(stats, "sql", "stats.dawdle(jsonb)")
+    register(stats, "sql_that_commits", "stats.commit_and_sit(jsonb)", commits=True)
+
+    @app.task(transaction=True)
+    async def awaiting(tx: psycopg.AsyncConnection[Any]) -> None:
+        await tx.execute(STATEMENT)
+
+    @app.task(transaction=True)
+    def blocking(tx: psycopg.Connection[Any]) -> None:
+        tx.execute(STATEMENT)
+
+
+@pytest.mark.usefixtures("sitting")
+@pytest.mark.parametrize("task", ["sql", "sql_that_commits", "awaiting", "blocking"])
+async def test_cancelling_frees_the_server_from_a_statement_of_ten_minutes(
+    stats: Protocol, app: App, task: str
+) -> None:
+    # spec: SG-18, QU-19
+    async with Workshop(app, lease=timedelta(minutes=10)) as shop:  # so no heartbeat tells of it
+        job = stats.enqueue(task)
+        await shop.found(lambda: shop.rows(SITTING))
+        began = time.monotonic()
+        stats.cancel(job, reason="not wanted")
+
+        async def is_free() -> bool:
+            return not await shop.rows(SITTING)
+
+        await shop.found(is_free)
+        assert time.monotonic() - began < 10  # a second, where nothing else keeps the machine busy
+        await shop.ended(job, state="cancelled")
+        assert stats.job(job)["error"]["message"] == "not wanted"
+        assert stats.job(job)["attempt"] == 1
+
+
+@pytest.mark.usefixtures("sitting")
+async def test_a_blocking_handler_that_waits_for_the_server_has_only_so_much_time_too(
+    stats: Protocol, app: App
+) -> None:
+    # spec: SG-19
+    async with Workshop(app, timeout=timedelta(seconds=0.5)) as shop:
+        job = stats.enqueue("blocking", max_attempts=1)
+        await shop.ended(job)
+        assert (stats.state(job), stats.job(job)["error"]["code"]) == ("failed", "TASK_TIMEOUT")
+
+
+@pytest.mark.usefixtures("sitting")
+async def test_a_blocking_handler_that_waits_for_the_server_is_given_back_by_a_worker_that_stops(
+    stats: Protocol, app: App
+) -> None:
+    async with Workshop(app, grace=timedelta(0)) as shop:
+        job = stats.enqueue("blocking")
+        await shop.found(lambda: shop.rows(SITTING))
+        shop.worker.stop()
+        await shop.event(JobReleased, job=job)
+    assert shop.clean
+    assert (stats.live(job)["state"], stats.live(job)["failures"]) == ("ready", 0)
 
 
 async def test_a_routine_has_only_so_much_time(stats: Protocol, app: App) -> None:

@@ -41,6 +41,7 @@ from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
 from shiftwork.worker.hooks import Hooks, call
+from shiftwork.worker.interruption import Interruption
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
@@ -393,6 +394,8 @@ class Attempts:
                     run.context.tx = connection
                 if run.task.connection_parameter is not None:
                     call.keywords[run.task.connection_parameter] = connection
+                if isinstance(connection, OursBlocking):
+                    run.interruption = Interruption(connection)
                 ending: Ending
                 try:
                     undo = partial(self.transactions.undo, run, connection)
@@ -402,6 +405,8 @@ class Attempts:
                 if run.in_thread:
                     return _left_behind(ending)
                 run.concluding = True
+                if run.interruption is not None and await run.interruption.caused(ending):
+                    ending = Raised(Interrupted(str(run.stop)))
                 fate = self._fate(run, ending)
                 if not isinstance(fate, Outcome):
                     return fate

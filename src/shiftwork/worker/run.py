@@ -101,6 +101,9 @@ class Run(msgspec.Struct, eq=False):
     process: Any = None
     """The process that runs its code, if that is not this one."""
 
+    interruption: Any = None
+    """Ends the statement that its thread waits for, if it is transactional."""
+
     crashed: str = ""
     """How that process ended, if it did so before its time."""
 

@@ -623,6 +623,8 @@ class Worker:
             self._publish(events.JobStopped(run.id, run.name, run.queue, run.attempt, stop.value, why))
             if run.process is not None:
                 run.process.stop(run, stop, why)
+            elif run.interruption is not None:
+                run.interruption.send()
             elif run.slot is not None and run.task is not None and run.task.executor != "thread":
                 run.slot.cancel(stop.value)
 
