@@ -12,7 +12,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.rows import dict_row
 
 from shiftwork import App
 from tests.harness import Protocol
@@ -146,7 +145,7 @@ def test_after_a_crash_that_emptied_what_was_noted_everything_is_derived(units: 
             process(Protocol(connection))
             establish(Protocol(connection), "south")
         station.restart("immediate")
-        with psycopg.connect(station.dsn, autocommit=True, row_factory=dict_row) as connection:
+        with psycopg.connect(station.dsn, autocommit=True) as connection:
             crashed = Protocol(connection)
             assert crashed.rows("select * from units.changed") == []
             process(crashed)

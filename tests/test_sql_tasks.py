@@ -138,6 +138,8 @@ def test_a_task_is_registered_with_its_routine_and_all_that_is_said_of_it(stats:
         ({"handler": "pg_catalog.jsonb_array_elements(jsonb)"}, "cannot run jobs"),
         ({"handler": "pg_catalog.jsonb_agg(anyelement)"}, "cannot run jobs"),
         ({"before": "pg_catalog.upper(text)"}, "cannot run before or after a job"),
+        ({"before": "stats.note()", "commits": True}, "nothing runs before or after it"),
+        ({"after": "stats.note()", "commits": True}, "nothing runs before or after it"),
         ({"retry": {"delays": []}}, "is no way to retry"),
         ({"retry": {"delays": ["x"]}}, "is no way to retry"),
         ({"retry": {"factor": 0}}, "is no way to retry"),

@@ -228,6 +228,90 @@ async def test_one_that_commits_by_itself_runs_at_the_top_of_a_session(stats: Pr
     assert [row["id"] for row in stats.rows("select id from stats.units order by id")] == [1, 1, 2]
 
 
+async def test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_session_to_others(
+    stats: Protocol, app: App
+) -> None:
+    stats.connection.execute(
+        """
+        create procedure stats.settle_in(payload jsonb) language plpgsql as $$
+        begin
+          set search_path = stats;
+          perform shiftwork.report_progress(0.5, 'half');
+          commit;
+          if payload ? 'fail' then
+            raise exception 'no';
+          end if;
+          perform pg_advisory_xact_lock(42);
+        end $$;
+        create function stats.look_around(payload jsonb) returns jsonb language sql as $$
+          select jsonb_build_array(current_setting('search_path'), current_setting('shiftwork.job', true))
+        $$;
+        """
+    )
+    register(stats, "settle_in", "stats.settle_in(jsonb)", commits=True, retry={"max_attempts": 1})
+    register(stats, "look", "stats.look_around(jsonb)", commits=True)
+    stats.rows("select pg_advisory_lock(42)")
+    usual = stats.value("show search_path")
+    async with Workshop(app, transactions=1) as shop:
+        job = stats.enqueue("settle_in")
+        await shop.found(lambda: shop.rows("select 1 from shiftwork.progress where message = 'half'"))
+        assert stats.state(job) == "running"
+        stats.rows("select pg_advisory_unlock_all()")
+        looks = []
+        for former in (job, stats.enqueue("settle_in", {"fail": True})):
+            await shop.ended(former)
+            looks.append(stats.enqueue("look"))
+            await shop.ended(looks[-1])
+    assert [stats.job(one)["result"] for one in looks] == [[usual, f"{one} 1 t"] for one in looks]
+
+
+async def test_there_is_no_python_around_a_routine(stats: Protocol, app: App) -> None:
+    seen = []
+
+    @app.middleware
+    async def note(context: Any, call: Any) -> Any:
+        seen.append(context.job.task)
+        return await call()
+
+    register(stats, "shrug", "stats.shrug(jsonb)")
+    async with Workshop(app) as shop:
+        await shop.ended(stats.enqueue("shrug"), await app.tasks["greet"].aenqueue())
+    assert seen == ["greet"]
+
+
+async def test_routines_that_analyze_one_table_wait_for_each_other_as_the_page_warns(
+    stats: Protocol, app: App
+) -> None:
+    # spec: A-27
+    stats.connection.execute(
+        "create procedure stats.analyze_units(payload jsonb) language plpgsql as "
+        "$$ begin analyze stats.units; perform pg_advisory_xact_lock_shared(42); end $$"
+    )
+    register(stats, "analyze", "stats.analyze_units(jsonb)")
+    stats.rows("select pg_advisory_lock(42)")
+    waits = "select 1 from pg_locks where mode = 'ShareUpdateExclusiveLock' and relation = 'stats.units'::regclass"
+    async with Workshop(app) as shop:
+        jobs = [stats.enqueue("analyze") for _ in range(2)]
+        await shop.found(lambda: shop.rows(f"{waits} and not granted"))
+        assert len(await shop.rows(f"{waits} and granted")) == 1
+        stats.rows("select pg_advisory_unlock_all()")
+        await shop.ended(*jobs, state="completed")
+
+
+async def test_a_worker_sleeps_until_the_next_routine_is_due_and_an_earlier_one_is_not_late(
+    stats: Protocol, app: App
+) -> None:
+    # spec: ST-20
+    register(stats, "double", "stats.double(jsonb)")
+    later = stats.enqueue("double", {"n": 1}, delay=3600)
+    async with Workshop(app) as shop:
+        await shop.asleep()  # the next poll is ten minutes away
+        soon, sooner = (stats.enqueue("double", {"n": 1}, delay=delay) for delay in (1.5, 0.2))
+        await shop.ended(sooner, soon)
+        assert [event.job for event in shop.seen(JobEnded)] == [sooner, soon]
+    assert stats.state(later) == "scheduled"
+
+
 async def test_a_task_of_its_own_goes_before_one_of_the_registry(stats: Protocol, app: App) -> None:
     register(stats, "greet", "stats.break(jsonb)")
     async with Workshop(app) as shop:

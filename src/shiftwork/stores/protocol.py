@@ -106,7 +106,9 @@ RUN_JOB = (
     "set client_min_messages = notice;"
     " select answer, state, wait, error::text from shiftwork.run_job(%s, %s, %s, true); reset all"
 )
-ROUTINE_CALL = "select call, gives from shiftwork.routine_call(%s, false)"
+ROUTINE_CALL = """
+select call, gives, set_config(%s, concat_ws(' ', %s, %s, true), false) from shiftwork.routine_call(%s, false)
+"""
 OPEN_TRANSACTION = (
     "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
 )
@@ -368,9 +370,9 @@ class Protocol:
         """Call the routine of a job and write what came of it."""
         return self._statement(RUN_JOB, worker, job, attempt)
 
-    def routine_call(self, routine: str) -> Statement:
-        """How a routine is called."""
-        return self._statement(ROUTINE_CALL, routine)
+    def routine_call(self, job: int, attempt: int, routine: str) -> Statement:
+        """How a routine is called, in a session that knows from now on which job that is for."""
+        return self._statement(ROUTINE_CALL, f"{self.schema}.job", job, attempt, routine)
 
     def open_transaction(self, job: int, attempt: int) -> Statement:
         """Begin the transaction of a job, whose row stays locked until its end."""

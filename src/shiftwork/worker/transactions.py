@@ -155,15 +155,19 @@ class Transactions:
 
     async def call(self, run: Run, connection: Ours) -> object:
         """Call a routine that commits by itself; what it gives."""
-        await self._execute(connection, self._protocol.routine_call(run.task.handler))
+        await self._execute(connection, self._protocol.routine_call(run.id, run.attempt, run.task.handler))
         cursor = connection.own
-        text, gives = cast("tuple[Any, ...]", await cursor.fetchone())
+        text, gives, _ = cast("tuple[Any, ...]", await cursor.fetchone())
         call = text.replace("%", "%%").replace("$1", "%s::pg_catalog.jsonb")
         try:
             await cursor.execute(call.encode(), (run.payload or "{}",))
             [value] = cast("tuple[Any, ...]", await cursor.fetchone()) if gives else [None]
-        except psycopg.Error as error:
-            if connection.closed:
+        except BaseException as error:
+            lost = connection.closed
+            connection.pgconn.finish()  # what was set in this session is not for the next
+            if not isinstance(error, psycopg.Error):
+                raise
+            if lost:
                 raise self._meaning(error, connection, commits=False) from None
             raise RoutineFailed(error.sqlstate, str(error)) from None
         await cursor.execute("reset all")

@@ -15,6 +15,10 @@ declare
   wished shiftwork.tasks;
 begin
   perform shiftwork.check_retry(retry);
+  if commits and coalesce(before, after) is not null then
+    raise exception using errcode = 'SW001', message = format('task "%s" commits by itself, and so nothing runs before or after it', task),
+      hint = 'They would run in its transaction, of which there are several: let it call them itself.';
+  end if;
   select * into former from shiftwork.tasks as known where known.name = task;
   wished := former;
   wished.name := task;
