@@ -203,6 +203,35 @@ async def _bare_transactions(url: str, jobs: int) -> float:
     return jobs / spent
 
 
+def routines(bench: Bench) -> None:
+    """Handlers in SQL that do nothing, through a worker, against process_jobs in one session."""
+    jobs = bench.count(10_000)
+    with bench.connect() as connection:
+        connection.execute("create procedure public.nothing(payload jsonb) language plpgsql as 'begin end'")
+        connection.execute(
+            "select shiftwork.register_task('nothing_in_sql', handler => 'public.nothing(jsonb)')"
+        )
+
+    def in_session() -> float:
+        prepare(bench, jobs, "nothing_in_sql")
+        with bench.connect() as connection:
+            connection.execute("select shiftwork.resume(queue => 'default')")
+            began = time.perf_counter()
+            connection.execute("call shiftwork.process_jobs(batch => null)")
+            return jobs / (time.perf_counter() - began)
+
+    bench.pairs(
+        f"handlers in SQL through a worker with {SESSIONS} sessions, against process_jobs in one session",
+        0.8,
+        lambda: drained(bench, jobs, "nothing_in_sql", concurrency=100, transactions=SESSIONS),
+        in_session,
+        "jobs/s",
+    )
+    with bench.connect() as connection:
+        connection.execute("delete from shiftwork.tasks where name = 'nothing_in_sql'")
+        connection.execute("drop procedure public.nothing")
+
+
 def enqueuers(bench: Bench) -> None:
     """32 clients that enqueue one job at a time while a worker keeps up, against bare inserts."""
     text = """select shiftwork.enqueue('nothing', '{"n": 1}');"""
