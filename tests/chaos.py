@@ -31,7 +31,7 @@ import psycopg
 
 from shiftwork import App
 from shiftwork.errors import DatabaseError, DatabaseUnavailable
-from tests.chaos_app import PLAIN, TRANSACTIONAL
+from tests.chaos_app import PLAIN, ROUTINE, TRANSACTIONAL
 from tests.checker import Act, History, Loss, Sent, Step, Verdict, check
 from tests.station import Station
 from tests.wire import Wire
@@ -65,9 +65,10 @@ SAID = {
     "settle": ".settle(",
     "enqueue": ".enqueue",
     "commit": ".conclude(",
+    "run": ".run_job(",
     "renew": ".heartbeat(",
 }
-"""What is cut, and the words it is known by; a transactional job's commit goes with its conclusion."""
+"""What is cut, and the words it is known by; a transactional job's commit goes with its conclusion, in SQL with its code."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ class Havoc:
         ):
             with psycopg.connect(self.station.dsn, autocommit=True) as connection:
                 connection.execute(TABLES)
+                connection.execute(ROUTINE.encode())
             began = time.monotonic()
             for _ in range(self.size.workers):
                 self._hire()

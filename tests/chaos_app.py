@@ -24,7 +24,7 @@ ALWAYS: Any = {
 
 EFFECT = "insert into public.effects (number, job, attempt) values (%s, %s, %s)"
 PLAIN = ("note", "note_blocking", "note_in_a_process")
-TRANSACTIONAL = ("transfer", "transfer_blocking")
+TRANSACTIONAL = ("transfer", "transfer_blocking", "transfer_in_sql")
 LONGEST = 0.05
 
 
@@ -67,3 +67,15 @@ async def transfer(tx: AsyncConnection[Any], context: Context, number: int) -> N
 def transfer_blocking(tx: Connection[Any], context: Context, number: int) -> None:
     tx.execute(EFFECT, (number, context.job.id, context.attempt))
     time.sleep(random.uniform(0, LONGEST))
+
+
+ROUTINE = f"""
+create procedure public.transfer_in_sql(payload jsonb) language plpgsql as $$
+declare
+  running constant text[] := string_to_array(current_setting('shiftwork.job'), ' ');
+begin
+  insert into public.effects (number, job, attempt) values ((payload ->> 'number')::int, running[1]::bigint, running[2]::int);
+  perform pg_sleep(random() * {LONGEST});
+end $$
+"""
+app.sql_task("transfer_in_sql", handler="public.transfer_in_sql(jsonb)", **ALWAYS)

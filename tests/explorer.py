@@ -170,9 +170,11 @@ class Explorer:
             self._release: 3,
             self._start: 2,
             self._fence: 1.5,
+            self._run_job: 6,
         }
-        self.needs_a_holder = {self._settle, self._release, self._start, self._fence}
+        self.needs_a_holder = {self._settle, self._release, self._start, self._fence, self._run_job}
         self.clock.install()
+        self.monitor.execute(ROUTINE)
         self.monitor.execute(TRAIL)
         rows = self.protocol.rows("select verb, before::text, after::text from {}.moves")
         self.moves = {(row["verb"], row["before"], row["after"]) for row in rows}
@@ -203,12 +205,15 @@ class Explorer:
         if self.runs % 20 == 1:
             self.monitor.execute("vacuum")
         empty(self.monitor)
-        self.monitor.execute("truncate public.trail")
+        self.monitor.execute("truncate public.trail, public.effects")
         self.clock.set(0)
         self.now = 0
         self.known: list[int] = []
         self.workers: list[Worker] = []
         self.settled: Counter[Hold] = Counter()
+        self.ran: set[Hold] = set()
+        """Attempts whose code, in the database, has succeeded."""
+
         self.revived: Counter[int] = Counter()
         self.signalled: set[tuple[int, int]] = set()
 
@@ -402,6 +407,22 @@ class Explorer:
             "settle", "shiftwork.settle($1::jsonb)", {"worker": worker.id, "outcomes": outcomes}, learn=learn
         )
 
+    def _run_job(self, rng: random.Random) -> Turn:
+        """The code of a job is called in the database; what comes of it is settled in the same transaction."""
+        worker, [hold, *_] = self._some_held(rng)
+
+        def learn(rows: list[Row]) -> None:
+            [row] = rows
+            worker.believes.discard(hold)
+            self.settled[hold] += row["answer"] == "settled"
+            if row["state"] == "completed":
+                self.ran.add(hold)
+
+        call: LiteralString = (
+            "shiftwork.run_job(($1::jsonb ->> 0)::bigint, ($1::jsonb ->> 1)::bigint, ($1::jsonb ->> 2)::int)"
+        )
+        return self._ask("settle", call, [worker.id, *hold], learn=learn)
+
     def _release(self, rng: random.Random) -> Turn:
         return self._hand_over(rng, "release", "shiftwork.release($1::jsonb)")
 
@@ -522,6 +543,9 @@ class Explorer:
             moved.append((changes[0][0], job, former, latter))
         self._check_moves(moved)
 
+        did = cursor.execute("select job, attempt from public.effects order by job, attempt").fetchall()
+        assert did == sorted(self.ran), "what was done in the database is not what was completed there"
+
         found = cursor.execute("select id, state::text from shiftwork.all_jobs").fetchall()
         assert sorted(job for job, _ in found) == sorted(self.known), (
             "a job was lost, doubled, or came from nowhere"
@@ -567,6 +591,19 @@ class Explorer:
         assert self.protocol.rows("select job from {}.signals") == [], "signals that nobody clears"
 
 
+ROUTINE = """
+create table public.effects (job bigint, attempt int);
+create procedure public.greet(payload jsonb) language plpgsql as $$
+declare
+  running constant int[] := (string_to_array(current_setting('shiftwork.job'), ' '))[1:2]::int[];
+begin
+  insert into public.effects values (running[1], running[2]);
+  if running[2] % 3 = 2 then
+    raise exception 'it broke';
+  end if;
+end $$;
+select shiftwork.register_task('greet', handler => 'public.greet(jsonb)');
+"""
 TRAIL = """
 create table public.trail (
   seq bigint generated always as identity, xid bigint, verb text, job bigint, room text,
