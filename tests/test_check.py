@@ -269,6 +269,19 @@ def test_a_pooler_in_transaction_mode_is_found_out(
     assert check(GOOD, "--live", "--dsn", dsn, "--listen-dsn", dsn)[1] == []
 
 
+def test_routines_that_an_app_declares_are_looked_for(check: Check, dsn: str) -> None:
+    # spec: D-17
+    declared = (
+        "app.sql_task('derive', handler='stats.derive(jsonb)', before='pg_catalog.pi()', after='x.y()')\n"
+    )
+    code, problems, answer = check(APP + declared, "--live", "--dsn", dsn)
+    assert (code, problems) == (1, ["SW-406", "SW-406"])
+    assert [one["message"] for one in answer["problems"]] == [
+        "task 'derive': there is no routine stats.derive(jsonb) in this database",
+        "task 'derive': there is no routine x.y() in this database",
+    ]
+
+
 # What is written about it.
 
 

@@ -55,6 +55,16 @@ def anything(payload: Any, times: int = 1) -> int:
     return times
 
 
+derive = app.sql_task("derive", handler="stats.derive(jsonb)", queue="analytics", merge={"ids": "union"})
+
+
+async def use_a_routine() -> None:
+    assert_type(derive, shiftwork.SqlTask)
+    assert_type(derive.enqueue(ids=[1, 2], since="2026-01-01"), shiftwork.Handle[Any])
+    assert_type(await derive.using(unique="derive").aenqueue(ids=[1]), shiftwork.Handle[Any])
+    app.enqueue_many([derive.job(ids=[1])])
+
+
 async def use_what_is_handed_in(
     context: Context, tx: psycopg.AsyncConnection, blocking: psycopg.Connection[dict[str, Any]]
 ) -> None:

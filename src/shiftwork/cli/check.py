@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[str, str]] = {
         "error",
         "Grant the role shiftwork_worker (see docs/roles.md), or use the DSN of one that has it.",
     ),
+    "SW-406": ("error", "Create the routine, or correct what app.sql_task names: schema.name(jsonb)."),
     "SW-411": (
         "warning",
         "Set listen_dsn to the server itself or to a pool in session mode; else work is found by polling, every 5 s.",
@@ -340,6 +341,7 @@ def database(app: App) -> Problems:
         with connect(app.settings) as first, connect(app.settings) as second:
             yield from _server(first, app.settings)
             yield from _installed(first, app)
+            yield from _routines(first, app)
             yield from _pooler(first, second, app.settings)
             yield from _listener(first, app.settings)
             yield from _well(first, app)
@@ -406,6 +408,21 @@ def _installed(connection: Connection[Any], app: App) -> Problems:
             yield Problem(
                 "SW-405", f"the role {connection.info.user!r} may not call {schema}.{verb.partition('(')[0]}"
             )
+
+
+def _routines(connection: Connection[Any], app: App) -> Problems:
+    from psycopg import Error, sql  # noqa: PLC0415
+
+    asked = sql.SQL("select {}.routine_call(%s, %s)").format(sql.Identifier(app.settings.schema))
+    for name, task in app.sql_tasks.items():
+        named = task.routine
+        for routine, is_hook in ((named.handler, False), (named.before, True), (named.after, True)):
+            try:
+                if routine is not None:
+                    connection.execute(asked, (routine, is_hook))
+            except Error as error:
+                if error.sqlstate == "SW001":
+                    yield Problem("SW-406", f"task {name!r}: {error.diag.message_primary}")
 
 
 def is_pooled(first: Connection[Any], second: Connection[Any]) -> bool:
