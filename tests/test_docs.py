@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from shiftwork import App, embedded, migrate
+from shiftwork import embedded, migrate
 from shiftwork.errors import EmbeddedError
+from shiftwork.program import Program
 from tests.harness import Protocol
 
 ROOT = Path(__file__).parent.parent
@@ -179,7 +180,7 @@ def test_what_a_page_shows_works(
                     assert answer == tidy(block.prints), f"{name_of(page)}:{block.line}"
     finally:
         for value in shown.values():
-            if isinstance(value, App):
+            if isinstance(value, Program):
                 value.close()
 
 

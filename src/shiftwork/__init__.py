@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shiftwork.program import Worker
     from shiftwork.retry import Retry
     from shiftwork.settings import Settings
+    from shiftwork.tables import TableStore
     from shiftwork.task import AsyncTask, PlainTask, SqlTask, Task
     from shiftwork.worker.hooks import Round
 
@@ -79,6 +80,7 @@ __all__ = [
     "Snooze",
     "SqlTask",
     "State",
+    "TableStore",
     "Task",
     "UnknownJob",
     "UnknownTask",
@@ -93,6 +95,7 @@ _HOMES = {
     "shiftwork.program": ("Worker",),
     "shiftwork.retry": ("Retry",),
     "shiftwork.settings": ("Settings",),
+    "shiftwork.tables": ("TableStore",),
     "shiftwork.task": ("AsyncTask", "PlainTask", "SqlTask", "Task"),
     "shiftwork.worker.hooks": ("Round",),
 }

@@ -260,6 +260,11 @@ class Place:
 
     # What a context asks for.
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether jobs can be enqueued together with an outcome."""
+        return self._store.enqueues
+
     def log(self, run: Run, level: str, message: str) -> None:
         """Keep a line with the job."""
         self._line.say(Said(run.id, level, message))

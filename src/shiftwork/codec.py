@@ -132,6 +132,11 @@ class Signature:
                 )
         return found
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a caller gives, with the types."""
+        return {name: self._hints.get(name, Any) for name in self._callable.parameters}
+
     def takes(self, argument: str) -> bool:
         """Whether the task can be given an argument of that name."""
         parameters = self._signature.parameters.values()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Workplace(Protocol):
     """What a context needs of the worker."""
 
+    @property
+    def enqueues(self) -> bool: ...
     def log(self, run: Run, level: str, message: str) -> None: ...
     def progress(self, run: Run, fraction: float | None, message: str | None) -> None: ...
     def fence(self, run: Run, connection: object) -> Any: ...  # noqa: ANN401
@@ -119,6 +121,11 @@ class Context:
     def enqueue(self, *jobs: NewJob[Any]) -> None:
         """Enqueue jobs together with the completion of this one: all of it, or nothing."""
         self.check()
+        if not self._place.enqueues:
+            raise InvalidArgument(
+                f"{self._run.label} is a row of a table, with which nothing can be enqueued; in a transactional handler write "
+                "task.using(connection=tx).enqueue(…)"
+            )
         if self._run.done is not None:
             raise InvalidArgument(
                 f"{self._run.label} has ended; what it enqueues has to be known before that"

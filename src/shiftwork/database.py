@@ -132,7 +132,10 @@ _AGAIN = ("40001", "40P01", "55P03", "57014")  # the caller's own retry logic lo
 def translate(  # noqa: PLR0911
     error: psycopg.Error, schema: str, *, commits: bool, alive: bool
 ) -> ShiftworkError:
-    """What a driver's error means for our caller. `commits`: the statement would have committed itself."""
+    """What a driver's error means for our caller. `commits`: the statement would have committed itself.
+
+    `schema` is empty if the statement is about none of ours.
+    """
     state, said = error.sqlstate, _said(error)
     match state:
         case "SW001":
@@ -141,14 +144,18 @@ def translate(  # noqa: PLR0911
             return DuplicateDiffers(said)
         case "SW003":
             return FenceLost(said)
+        case "22P02" if (
+            "shiftwork: attempt" in said
+        ):  # so it is said by a table, which has no functions of ours
+            return FenceLost(said[said.index("attempt") :].rstrip('"'))
         case "SW004":
             return PayloadTooLarge(said)
-        case "3F000" | "42P01":
+        case "3F000" | "42P01" if schema:
             return NotInstalled(
                 f"the schema {schema!r} is not installed in this database ({said}); run: shiftwork migrate",
                 sqlstate=state,
             )
-        case "42883" | "42703" | "42704":
+        case "42883" | "42703" | "42704" if schema:
             return SchemaTooOld(
                 f"the schema {schema!r} is older than this program needs ({said}); run: shiftwork migrate",
                 sqlstate=state,
@@ -486,7 +493,8 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
             if lent and error.sqlstate in _AGAIN:
                 raise
             alive = not connection.closed
-            raise translate(error, schema, commits=commits, alive=alive) from None
+            ours = schema if f'"{schema}"' in statement.text else ""
+            raise translate(error, ours, commits=commits, alive=alive) from None
 
     return execute
 
@@ -510,7 +518,8 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
             if lent and error.sqlstate in _AGAIN:
                 raise
             alive = not connection.closed
-            raise translate(error, schema, commits=commits, alive=alive) from None
+            ours = schema if f'"{schema}"' in statement.text else ""
+            raise translate(error, ours, commits=commits, alive=alive) from None
 
     return execute
 

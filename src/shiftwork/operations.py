@@ -309,6 +309,13 @@ def require(store: Store) -> Plan[None]:
             raise ConfigurationError(f"what is claimed cannot be asked: {error}") from None
 
 
+def meet(store: Store) -> Plan[None]:
+    """Look at what there is, if a store has not seen it yet."""
+    if not store.is_ready:
+        rows = yield store.installed()
+        store.accept(rows)
+
+
 def sleep(store: Store, seconds: float) -> Plan[set[str]]:
     """Ask to be notified of what is inserted from now on; says which transactions were inserting already."""
     rows = yield store.sleep(seconds)
@@ -618,11 +625,13 @@ def forget_workers(store: Protocol) -> Plan[int]:
 
 def fence(store: Store, job: int, attempt: int) -> Plan[None]:
     """Raise FenceLost unless this attempt holds its job, which it then keeps until the transaction ends."""
+    yield from meet(store)
     yield store.fence(job, attempt)
 
 
 def conclude(store: Store, worker: int, outcome: Outcome) -> Plan[None]:
     """Write how an attempt ended, or raise FenceLost, in the transaction that is open."""
+    yield from meet(store)
     yield store.conclude(worker, encode_outcome(outcome))
 
 

@@ -75,6 +75,12 @@ class Program(Surroundings):
     def prepare(self, settings: Settings) -> None:
         """Make ready the database of an embedded server: nobody else looks after it."""
 
+    def migrate(self) -> None:
+        """Install what its jobs need in the database."""
+        raise ConfigurationError(
+            "there is nothing to migrate for a table of yours; see: shiftwork table install"
+        )
+
     def routines(self) -> Sequence[Routine]:
         """Tasks whose code is in the database, which a worker enters in the registry."""
         return ()

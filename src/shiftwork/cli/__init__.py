@@ -31,6 +31,7 @@ COMMANDS = {
         "List, pause, resume and limit queues; say how long jobs are kept.",
     ),
     "sql": ("shiftwork.cli.sql:sql", "Write functions in SQL that enqueue jobs."),
+    "table": ("shiftwork.cli.table:table", "Fit a table of your own for workers: install, check, reset."),
     "tasks": ("shiftwork.cli.queues:tasks", "List, pause, resume and limit tasks."),
     "worker": ("shiftwork.cli.worker:worker", "Run jobs, until told to stop."),
     "workers": (

@@ -9,13 +9,15 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from shiftwork.app import App
 from shiftwork.operations import importing
+from shiftwork.program import Program
 
 log = logging.getLogger("shiftwork.worker")
 
+P = TypeVar("P", bound=Program)
 FRAMES = 4
 """How much of a traceback is shown: its end, where the mistake is."""
 
@@ -30,6 +32,11 @@ class NotFound(Exception):  # noqa: N818
 
 def find_app(where: str) -> App:
     """The app that is meant, with its module imported from the working directory."""
+    return find(where, App)
+
+
+def find(where: str, kind: type[P]) -> P:
+    """The app, or whatever of this kind is meant, with its module imported from the working directory."""
     place, _, name = where.partition(":")
     if not place:
         raise NotFound(f"{where!r} names no module; write it like app:app or path/to/file.py")
@@ -42,7 +49,7 @@ def find_app(where: str) -> App:
             "send them again; do it in a function, or below if __name__ == '__main__'",
             *(many, task, place),
         )
-    return _named(module, place, name) if name else _only(module, place)
+    return _named(module, place, name, kind) if name else _only(module, place, kind)
 
 
 def _from_name(name: str) -> ModuleType:
@@ -104,33 +111,41 @@ def _is_importing(filename: str) -> bool:
     return filename.startswith("<frozen importlib") or Path(filename).parent.name == "importlib"
 
 
-def _named(module: ModuleType, place: str, name: str) -> App:
-    found: Any = module
+def _named(module: ModuleType, place: str, name: str, kind: type[P]) -> P:
+    found: object = module
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise NotFound(f"{place} has no {name!r}{_has(module)}") from None
-    if not isinstance(found, App):
-        kind = type(found).__name__
-        raise NotFound(f"{name!r} in {place} is no shiftwork.App but a {kind}{_has(module)}")
+            raise NotFound(f"{place} has no {name!r}{_has(module, kind)}") from None
+    if not isinstance(found, kind):
+        other = type(found).__name__
+        raise NotFound(f"{name!r} in {place} is no {_called(kind)} but a {other}{_has(module, kind)}")
     return found
 
 
-def _only(module: ModuleType, place: str) -> App:
-    apps = _apps(module)
-    if not apps:
-        raise NotFound(f"there is no shiftwork.App in {place}; make one, as in: app = shiftwork.App()")
-    if len({id(app) for app in apps.values()}) > 1:
-        choices = " or ".join(f"{place}:{name}" for name in apps)
-        raise NotFound(f"there are several Apps in {place}; say which one: {choices}")
-    return next(iter(apps.values()))
+def _only(module: ModuleType, place: str, kind: type[P]) -> P:
+    found = _all(module, kind)
+    if not found:
+        raise NotFound(f"there is no {_called(kind)} in {place}; make one, as in: app = shiftwork.App()")
+    if len({id(one) for one in found.values()}) > 1:
+        choices = " or ".join(f"{place}:{name}" for name in found)
+        raise NotFound(f"there are several {_several(kind)} in {place}; say which one: {choices}")
+    return next(iter(found.values()))
 
 
-def _apps(module: ModuleType) -> dict[str, App]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, App)}
+def _all(module: ModuleType, kind: type[P]) -> dict[str, P]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, kind)}
 
 
-def _has(module: ModuleType) -> str:
-    apps = _apps(module)
-    return f"; it has {', '.join(apps)}" if apps else "; there is no shiftwork.App in it"
+def _has(module: ModuleType, kind: type[Program]) -> str:
+    found = _all(module, kind)
+    return f"; it has {', '.join(found)}" if found else f"; there is no {_called(kind)} in it"
+
+
+def _called(kind: type[Program]) -> str:
+    return "shiftwork.App" if kind is Program else f"shiftwork.{kind.__name__}"
+
+
+def _several(kind: type[Program]) -> str:
+    return "Apps" if kind is Program else f"{kind.__name__}s"

@@ -26,7 +26,7 @@ from shiftwork.settings import KNOWN, Setting, Settings, format_duration
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from shiftwork.app import App
+    from shiftwork.program import Program
     from shiftwork.worker.signals import Early
 
 CODES = (
@@ -255,17 +255,18 @@ def leave(well: bool) -> NoReturn:
     sys.exit(0 if well else 1)
 
 
-def find(where: str) -> App:
-    """The app at `module:name` or `path/to/file.py:name`."""
-    from shiftwork.cli.finding import NotFound, find_app  # noqa: PLC0415  -- --help needs none of it
+def find(where: str) -> Program:
+    """The app, or the table, at `module:name` or `path/to/file.py:name`."""
+    from shiftwork.cli import finding  # noqa: PLC0415  -- --help needs none of it
+    from shiftwork.program import Program  # noqa: PLC0415
 
     try:
-        return find_app(where)
-    except NotFound as error:
+        return finding.find(where, Program)
+    except finding.NotFound as error:
         raise (Refused if error.mistyped else click.ClickException)(clean_lines(error)) from None
 
 
-def serve(app: App, *, migrate: bool) -> bool:
+def serve(app: Program, *, migrate: bool) -> bool:
     """Run a worker of this app, and say whether all went well."""
     from shiftwork import logs  # noqa: PLC0415
     from shiftwork.worker.signals import Early  # noqa: PLC0415
@@ -288,7 +289,7 @@ def serve(app: App, *, migrate: bool) -> bool:
         return False
 
 
-def _migrate(app: App, early: Early) -> None:
+def _migrate(app: Program, early: Early) -> None:
     """Install the schema, as soon as there is a database."""
     pause, waited = PATIENCE[0], False
     while early.heard is None:

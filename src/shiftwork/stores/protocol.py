@@ -218,6 +218,8 @@ class Protocol:
 
     in_turn = False
     notifies = True
+    enqueues = True
+    is_ready = True
 
     def __init__(self, schema: str = "shiftwork") -> None:
         self.schema = check_schema(schema)

@@ -20,6 +20,11 @@ class Store(Protocol):
     """Where jobs are kept, for a worker."""
 
     @property
+    def schema(self) -> str:
+        """The schema of ours that it needs; empty if it needs none."""
+        ...
+
+    @property
     def in_turn(self) -> bool:
         """Whether a claim gives jobs in the order in which they are to run; else they are sorted by priority and time."""
         ...
@@ -27,6 +32,16 @@ class Store(Protocol):
     @property
     def notifies(self) -> bool:
         """Whether workers are told of new jobs; else they look for them more often."""
+        ...
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether jobs can be enqueued together with an outcome."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether statements can be written; else what is `installed` has to be accepted first."""
         ...
 
     @property

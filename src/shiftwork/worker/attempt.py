@@ -458,6 +458,11 @@ class Attempts:
 
     # What a context asks for.
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether jobs can be enqueued together with an outcome."""
+        return self._store.enqueues
+
     def log(self, run: Run, level: str, message: str) -> None:
         """Keep a line with the job."""
         self._settling.log(run, level, message)

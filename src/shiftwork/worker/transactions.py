@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -285,14 +286,18 @@ class Transactions:
     def _meaning(self, error: psycopg.Error, connection: Ours | OursBlocking, *, commits: bool) -> Exception:
         if commits and connection.closed:
             return Unsure(str(error))
-        return translate(error, self._settings.schema, commits=False, alive=not connection.closed)
+        return translate(error, self._store.schema, commits=False, alive=not connection.closed)
 
 
 def _composed(connection: Ours | OursBlocking, statement: Statement) -> bytes:
     """A statement with its values in it, so that several can go as one message."""
     quote, encoding = Escaping(connection.pgconn).escape_literal, connection.info.encoding
     values = [quote(str(value).encode(encoding)) for value in statement.params]
-    return statement.text.encode().replace(b"%s", b"%b") % tuple(values)
+    text = _PLACE.sub(lambda found: b"%b" if found[0] == b"%s" else found[0], statement.text.encode())
+    return text % tuple(values)
+
+
+_PLACE = re.compile(rb"%[%s]")
 
 
 def _as_written(outcome: Outcome, cursor: AsyncCursor[Any] | Cursor[Any]) -> Outcome:
