@@ -16,6 +16,7 @@ import psycopg
 import pydantic
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 import shiftwork
 from shiftwork import Retry, TableStore, operations
@@ -268,8 +269,8 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
     frozen, other = (perform(operations.register(statements)) for _ in range(2))
     [mine] = perform(operations.claim(statements, frozen, {"example_jobs": None}, 1)).taken
     [theirs] = perform(operations.claim(statements, other, {"example_jobs": None}, 1)).taken
-    named = psycopg.conninfo.make_conninfo(dsn, application_name=statements.session(frozen))
-    bystander = psycopg.conninfo.make_conninfo(dsn, application_name=statements.session(other))
+    named = make_conninfo(dsn, application_name=statements.session(frozen))
+    bystander = make_conninfo(dsn, application_name=statements.session(other))
     with psycopg.connect(named) as stopped, psycopg.connect(bystander) as alive:
         opened = statements.fence(mine[0], mine[5])
         stopped.execute(opened.text.encode(), opened.params)

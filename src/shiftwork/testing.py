@@ -316,14 +316,14 @@ def what_is_given_back_can_be_claimed_and_nothing_is_counted(bench: Bench) -> No
 
 @case
 def what_took_its_process_down_is_counted_and_fails_in_the_end(bench: Bench) -> None:
-    bench.add()
+    [added] = bench.add()
     worker = bench.register()
     for times in range(bench.most_resets + 1):
         [job] = bench.take(worker)
         expect(job.resets, times)
         answer = "released" if times < bench.most_resets else "failed"
         expect(bench.release(worker, [job], {job.id: "it was killed"}), {job.id: answer})
-    expect(bench.state(job.id), State.FAILED)
+    expect(bench.state(added), State.FAILED)
 
 
 # Holding.
@@ -419,14 +419,14 @@ def jobs_of_a_worker_that_fell_silent_run_again_and_it_can_end_them_no_more(benc
 
 @case
 def a_job_that_loses_its_workers_too_often_has_failed(bench: Bench) -> None:
-    bench.add()
+    [added] = bench.add()
     for times in range(bench.most_resets + 1):
         worker = bench.register()
         [job] = bench.take(worker)
         bench.lapse(worker)
-        expect(bench.reap(), {job.id: "ready" if times < bench.most_resets else "failed"})
-    expect(bench.state(job.id), State.FAILED)
-    expect(bench.settle(worker, completed(job)), {job.id: "lost"})
+        expect(bench.reap(), {added: "ready" if times < bench.most_resets else "failed"})
+        expect(bench.settle(worker, completed(job)), {added: "lost"})
+    expect(bench.state(added), State.FAILED)
 
 
 @case
