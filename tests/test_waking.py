@@ -139,7 +139,23 @@ def test_nothing_is_heard_before_commit_or_after_rollback(
     assert ear.news() == [("shiftwork_wake", "mail")]
 
 
-def test_a_sleep_lapses_by_itself_and_nobody_lowers_it(protocol: Protocol, ear: Listener) -> None:
+def test_whoever_has_much_to_do_takes_the_sleep_of_all_back_and_they_are_told(
+    protocol: Protocol, ear: Listener
+) -> None:
+    # spec: D-6
+    protocol.rows("select {}.rouse()")
+    assert ear.news() == [], "nobody sleeps"
+    sleep(protocol)
+    protocol.rows("select {}.rouse()")
+    assert ear.news() == [("shiftwork_wake", "")]
+    protocol.enqueue()
+    assert ear.news() == []
+    sleep(protocol)
+    protocol.enqueue()
+    assert ear.news() == [("shiftwork_wake", "default")]
+
+
+def test_a_sleep_lapses_by_itself_and_no_shorter_one_lowers_it(protocol: Protocol, ear: Listener) -> None:
     # spec: D-6
     sleep(protocol, 3600)
     sleep(protocol, 0)

@@ -39,6 +39,34 @@ async def test_whoever_sleeps_is_woken_however_a_job_comes_into_being(app: App, 
             await shop.ended(job, state="completed")
 
 
+async def test_under_steady_work_nobody_notifies_and_who_sleeps_all_the_same_hears_of_it(
+    app: App, protocol: Protocol
+) -> None:
+    # spec: D-5, D-6
+    @app.task(queue="other")
+    async def rare() -> int:
+        return 2
+
+    def declared() -> bool:
+        return bool(protocol.value("select {}.is_declared('shiftwork.asleep_until')"))
+
+    async with app, Workshop(app, queues=["default"]) as busy, Workshop(app, queues=["other"]) as idle:
+        await busy.asleep()
+        await idle.asleep()
+        looks = idle.points["claiming"]
+        while idle.points["claiming"] == looks:  # until it was told to look, which nothing in its queue does
+            await asyncio.to_thread(protocol.enqueue_many, [{"task": "work"}] * 100)
+        await idle.asleep()
+        assert declared(), "who sleeps has said so anew"
+        await idle.ended(rare.enqueue(), state="completed")
+
+    async with Workshop(app) as busy:
+        await busy.asleep()
+        assert declared()
+        while declared():
+            await asyncio.to_thread(protocol.enqueue_many, [{"task": "work"}] * 100)
+
+
 async def test_what_was_being_inserted_when_the_worker_fell_asleep_is_found_when_it_commits(
     app: App, dsn: str
 ) -> None:

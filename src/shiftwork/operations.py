@@ -322,6 +322,11 @@ def sleep(store: Store, seconds: float) -> Plan[set[str]]:
     return {row["virtual_transaction"] for row in rows}
 
 
+def rouse(store: Store) -> Plan[None]:
+    """There is so much to do that nobody need be told of what is inserted; whoever sleeps all the same says so anew."""
+    yield store.rouse()
+
+
 def register(store: Store, **details: object) -> Plan[int]:
     """Become a worker: name, host, pid, queues, lease in seconds, details. Its id is new at every start."""
     rows = yield store.register(details)

@@ -83,7 +83,7 @@ grant execute on function
   shiftwork.finish_together(bigint[], shiftwork.job_state, jsonb), shiftwork.will_pass(text),
   shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
   shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
-  shiftwork.sleep(double precision), shiftwork.extend_history(), shiftwork.purge(boolean, int),
+  shiftwork.sleep(double precision), shiftwork.rouse(), shiftwork.extend_history(), shiftwork.purge(boolean, int),
   shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
   shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz),
   shiftwork.is_free(text), shiftwork.open_session(text, text), shiftwork.next_job(bigint, text, int, timestamptz, interval),

@@ -115,6 +115,7 @@ OPEN_TRANSACTION = (
 CLOSE_TRANSACTION = "release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; reset all"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
 SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
+ROUSE = "select shiftwork.rouse()"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
 
 # What people steer with.
@@ -396,6 +397,10 @@ class Protocol:
     def sleep(self, seconds: float) -> Statement:
         """Let inserts notify for so long; says which transactions were inserting already."""
         return self._look(SLEEP, seconds)
+
+    def rouse(self) -> Statement:
+        """Let inserts not notify any more, unless somebody says anew that it sleeps."""
+        return self._statement(ROUSE)
 
     def fence(self, job: int, attempt: int) -> Statement:
         """Go on only if this attempt holds its job; until the transaction ends, it keeps it."""

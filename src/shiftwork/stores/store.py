@@ -147,6 +147,10 @@ class Store(Protocol):
         """Let inserts notify for so long: `virtual_transaction`, those that were inserting already."""
         ...
 
+    def rouse(self) -> Statement:
+        """Let inserts not notify any more, unless somebody says anew that it sleeps."""
+        ...
+
     def measure_queues(self, queues: Sequence[str]) -> Statement:
         """How much waits in these queues, and for how long: `queue, ready, oldest`."""
         ...

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 from shiftwork.worker.waking import Wake
 
-DECLARE = 15.0
-"""Seconds for which a sleeper asks to be notified; short, so that it lapses soon when there is much to do."""
+DECLARE = 45.0
+"""Seconds for which a sleeper asks to be notified."""
 
 BRISK = 200.0
 """Jobs a second from which on it does not pay to go to sleep between them."""
@@ -54,24 +54,27 @@ class Sleep:
         wake: Wake,
         *,
         declare: Callable[[float], Awaitable[set[str]]],
+        take_back: Callable[[], Awaitable[None]],
         look: Callable[[], Awaitable[bool]],
         due: Callable[[], float | None],
         poll: Callable[[], float],
         reached: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`declare` tells others for so long that we sleep, and answers which transactions were inserting by then; `look` looks
-        once more and says whether to sleep nevertheless; `due` says in how many seconds the next job falls due.
+        """`declare` tells others for so long that we sleep, and answers which transactions were inserting by then; `take_back`
+        tells them that nobody does; `look` looks once more and says whether to sleep nevertheless; `due` says in how many
+        seconds the next job falls due.
         """
         self.hurry = Wake()
         """Something of our own makes it worth to look again at once."""
 
         self._wake = wake
         self._say = declare
+        self._take_back = take_back
         self._look = look
         self._due = due
         self._poll = poll
         self._reached = reached
-        self._again_at = 0.0
+        self._again_at = self._said_until = 0.0
         self._told = False
         """Whether we were told of all that came since before we last looked; then looking once is enough."""
 
@@ -106,8 +109,15 @@ class Sleep:
         self._told = not flying
         return True
 
+    async def give_up(self) -> None:
+        """There is too much to do: what we said is taken back, since notifying us costs everybody who enqueues."""
+        if time.monotonic() < self._said_until:
+            self._again_at = self._said_until = 0.0
+            await self._take_back()
+
     async def _declare(self) -> set[str]:
-        self._again_at = time.monotonic() + DECLARE * 0.8
+        now = time.monotonic()
+        self._again_at, self._said_until = now + DECLARE * 0.8, now + DECLARE
         return await self._say(DECLARE)
 
     def _until(self, ends: float | None) -> float:

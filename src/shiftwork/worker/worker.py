@@ -164,6 +164,7 @@ class Worker:
         self._sleep = Sleep(
             self._wake,
             declare=self._declare,
+            take_back=self._rouse,
             look=self._look_again,
             due=lambda: self._due,
             poll=self._poll,
@@ -544,6 +545,8 @@ class Worker:
     # Resting.
 
     async def _rest(self, idle: bool, ends: float | None) -> None:
+        if self._pace.is_brisk:
+            await self._sleep.give_up()
         if self._room() <= 0:
             self._hungry = True  # now a slot that is freed has to wake us
             crowded = self._settling.waiting >= UNWRITTEN
@@ -560,6 +563,10 @@ class Worker:
         if not self.settings.notify:
             return set()
         return await self._line.perform(operations.sleep(self._store, seconds))
+
+    async def _rouse(self) -> None:
+        if self.settings.notify:
+            await self._line.perform(operations.rouse(self._store))
 
     async def _look_again(self) -> bool:
         """Whether nothing is left, looked for from the start."""

@@ -51,6 +51,18 @@ begin
      and held.pid <> pg_backend_pid();
 end $$;
 
+-- There is so much to do that a worker which had gone to sleep will not do so again for a while. Nobody notifies any more; whoever
+-- still sleeps is told so, looks again, and says again that it sleeps.
+create or replace function shiftwork.rouse() returns void
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'shiftwork.asleep_until'::regclass, 0));
+  if shiftwork.is_declared('shiftwork.asleep_until') and pg_notification_queue_usage() < 0.5 then
+    perform pg_notify('shiftwork_wake', '');
+    perform setval('shiftwork.asleep_until', 1);
+  end if;
+end $$;
+
 -- Somebody waits for results: jobs that finish from now on are announced.
 create or replace function shiftwork.await_results(seconds double precision) returns void
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
