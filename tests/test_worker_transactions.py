@@ -349,8 +349,10 @@ async def test_a_transactional_handler_that_takes_too_long_is_undone_and_tried_a
     async with app, Workshop(app) as shop:
         job = await work.aenqueue()
         await shop.ended(job, state="completed")
-        assert await effects(shop) == ["attempt 2"]
-        assert [attempt.code for attempt in (await job.ainfo()).attempts] == ["TASK_TIMEOUT"]
+        found = await job.ainfo()  # on a busy machine the second may take too long as well
+        assert await effects(shop) == [f"attempt {found.attempt}"]
+        assert [attempt.code for attempt in found.attempts] == ["TASK_TIMEOUT"] * (found.attempt - 1)
+        assert found.attempt > 1
 
 
 async def test_a_transactional_job_that_was_taken_away_before_it_began_has_no_effect(app: App) -> None:

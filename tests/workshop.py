@@ -32,7 +32,7 @@ from shiftwork.worker import Worker
 from tests import pooler
 
 PATIENCE = 30.0
-LOOP = {"claiming", "claimed", "declared", "asleep", "stopping"}
+LOOP = {"registry", "claiming", "claimed", "declared", "asleep", "stopping"}
 """The points of the main loop; the others are passed by slots and by the settler."""
 
 E = TypeVar("E", bound=Event)
@@ -227,7 +227,7 @@ class Workshop:
         ]
 
     def gate(self, point: str) -> Gate:
-        """Hold the worker when it comes to this point: claiming, claimed, began, ended, settling, settled, declared,
+        """Hold the worker when it comes to this point: registry, claiming, claimed, began, ended, settling, settled, declared,
         asleep, stopping.
         """
         if point not in self._gates:

@@ -787,6 +787,7 @@ class Worker:
 
     async def _follow_registry(self) -> None:
         """Take over what is new in the registry, and let go of what is gone; what runs goes on."""
+        await self._reached("registry")
         if await self._find_sql_tasks():
             for run in (*self._backlog, *self._slots.ready, *self._slots.busy):
                 self._lanes.take(run)
