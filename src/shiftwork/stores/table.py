@@ -565,6 +565,10 @@ class Table:
         """The trigger, if there is one, notifies of every insert: nobody has to be waited for."""
         return Statement(NOTHING_IN_FLIGHT, writes=False)
 
+    def rouse(self) -> Statement:
+        """Nobody has said that it sleeps."""
+        return self.sleep(0)
+
     def measure_queues(self, queues: Sequence[str]) -> Statement:
         """How much waits, and for how long."""
         return self._look(MEASURE)
