@@ -12,27 +12,30 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, LiteralString, Self
+from urllib.request import urlopen
 
 import psycopg
 
 from shiftwork import App
 from shiftwork.errors import DatabaseError, DatabaseUnavailable
 from tests.chaos_app import PLAIN, ROUTINE, TRANSACTIONAL
-from tests.checker import Act, History, Loss, Sent, Step, Verdict, check
+from tests.checker import Act, Execution, History, Lease, Look, Loss, Sent, Step, Verdict, check
 from tests.station import Station
 from tests.wire import Wire
 
@@ -41,6 +44,7 @@ create table public.effects (number int not null, job bigint not null, attempt i
 create table public.steps (
   n bigint generated always as identity, job bigint, attempt int, worker bigint, state text,
   at timestamptz not null default clock_timestamp());
+create table public.leases (worker bigint, until timestamptz, at timestamptz not null default clock_timestamp());
 create function public.note_step() returns trigger language plpgsql as $$
 begin
   insert into public.steps (job, attempt, worker, state) values (new.id, new.attempt, new.worker, new.state::text);
@@ -50,6 +54,12 @@ create trigger note_beginning after insert on shiftwork.jobs for each row execut
 create trigger note_step after update of state on shiftwork.jobs for each row
   when (old.state is distinct from new.state or old.worker is distinct from new.worker) execute function public.note_step();
 create trigger note_end after insert on shiftwork.history for each row execute function public.note_step();
+create function public.note_lease() returns trigger language plpgsql as $$
+begin
+  insert into public.leases values (new.id, new.lease_until);
+  return null;
+end $$;
+create trigger note_lease after insert or update of lease_until on shiftwork.workers for each row execute function public.note_lease();
 """
 
 COMMAND = (
@@ -69,6 +79,12 @@ SAID = {
     "renew": ".heartbeat(",
 }
 """What is cut, and the words it is known by; a transactional job's commit goes with its conclusion, in SQL with its code."""
+
+MOST = {"sockets": 24, "descriptors": 64, "children": 2, "MiB of memory": 160, "log lines a second": 5}
+"""What a worker process may take up, whatever is done to it: seven connections, two event loops, a child and its successor."""
+
+YOUNG = 10.0
+"""Seconds for which it is not asked how much a process logs."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,9 @@ class Account:
     again: int = 0
     """Plain effects that happened more than once, as they may."""
 
+    most: dict[str, float] = field(default_factory=dict)
+    """The most that any worker process took up."""
+
     violations: list[str] = field(default_factory=list)
 
     def told(self) -> str:
@@ -123,6 +142,8 @@ class Account:
             f"{len(found)} attempts lost who ran them; their jobs ran again after {median} s at the median, {slowest} s at most; "
             f"{self.size.bound:.2f} s are allowed",
             f"{self.again} plain effects happened more than once, as they may",
+            "at most, a worker process had "
+            + ", ".join(f"{much:.1f} {name}".replace(".0 ", " ") for name, much in sorted(self.most.items())),
             ", ".join(f"{kind} {len(many)}" for kind, many in kinds.items()),
             *(f"VIOLATION: {one}" for one in self.violations[:50]),
         ]
@@ -140,6 +161,10 @@ class Havoc:
         self.outages: list[tuple[float, float]] = []
         self.gone: list[tuple[int, float]] = []
         """Processes that were killed or stopped, and when."""
+
+        self.looks: list[Look] = []
+        self.hired: dict[int, tuple[float, int, Path]] = {}
+        """When each process was started, where it tells its metrics, and where it logs."""
 
         self.crew: list[subprocess.Popen[bytes]] = []
         self.codes: list[int] = []
@@ -194,14 +219,21 @@ class Havoc:
             watch.join()
             self._drain()
             self.account.seconds = time.monotonic() - began
+            self.reported = self._reported()
             self._dismiss()
             return self._judge()
 
     # Workers and producers.
 
     def _watch(self) -> None:
-        """Who ends by itself is replaced, and told of: nobody has a reason to."""
+        """Who ends by itself is replaced, and told of: nobody has a reason to. How much each takes up is noted."""
         while not self._over.wait(0.2):
+            with self._guard:
+                there = [process.pid for process in self.crew]
+            children = Counter(parent for _, parent in _processes())
+            for pid in there:
+                with suppress(OSError, ValueError):
+                    self.looks.append(self._look(pid, children[pid]))
             with self._guard:
                 dead = [process for process in self.crew if process.poll() is not None]
                 self.crew = [process for process in self.crew if process not in dead]
@@ -213,7 +245,7 @@ class Havoc:
 
     def _hire(self) -> None:
         size = self.size
-        given = {
+        given: dict[str, Any] = {
             "lease": f"{size.lease}s",
             "poll": f"{size.poll}s",
             "concurrency": 10,
@@ -221,17 +253,37 @@ class Havoc:
             "process_slots": 1,
             "reconnect": "200ms",
             "reconnect_most": "2s",
+            "metrics_port": _free_port(),
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHIFTWORK_")}
         settings = {f"SHIFTWORK_{name.upper()}": str(value) for name, value in given.items()}
-        process = subprocess.Popen(
-            [sys.executable, *COMMAND],
-            env={**clean, **settings, "DATABASE_URL": self.wire.dsn, "CHAOS_LOG": str(self.log)},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        said = self._folder / f"worker-{len(self.hired)}.log"
+        with said.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *COMMAND],
+                env={**clean, **settings, "DATABASE_URL": self.wire.dsn, "CHAOS_LOG": str(self.log)},
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
         with self._guard:
+            self.hired[process.pid] = (time.monotonic(), given["metrics_port"], said)
             self.crew.append(process)
+
+    def _look(self, pid: int, children: int) -> Look:
+        """What a process takes up now."""
+        began, _, said = self.hired[pid]
+        place, age = Path(f"/proc/{pid}"), time.monotonic() - began
+        open_files = [str(one.readlink()) for one in (place / "fd").iterdir()]
+        pages = int((place / "statm").read_text().split()[1])
+        has = {
+            "descriptors": len(open_files),
+            "sockets": sum(one.startswith("socket:") for one in open_files),
+            "children": children,
+            "MiB of memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        }
+        if age > YOUNG:
+            has["log lines a second"] = said.read_bytes().count(b"\n") / age
+        return Look(pid, time.time(), has)
 
     def _produce(self, which: int) -> None:
         """Send jobs one by one, in three ways, evenly over the time."""
@@ -408,15 +460,55 @@ class Havoc:
     # The end.
 
     def _drain(self) -> None:
-        """What is left is done within a minute and a half: there is nothing in the way any more."""
+        """What is left is done within a minute and a half, and who was hired last is there: nothing is in the way any more."""
         deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and self._ask("select from shiftwork.jobs limit 1"):
+        crew = [process.pid for process in self.crew]
+        missing: LiteralString = (
+            "select from unnest(%s::int[]) as pid where pid <> all(select pid from shiftwork.workers)"
+        )
+        while time.monotonic() < deadline and (
+            self._ask("select from shiftwork.jobs limit 1") or self._ask(missing, crew)
+        ):
             time.sleep(0.2)
 
     def _dismiss(self) -> None:
         for process in self.crew:
             process.terminate()
         self.codes = [process.wait(60) for process in self.crew]
+
+    def _reported(self) -> dict[str, float]:
+        """What workers that are still there count, and what the app says there is."""
+        with App(self.station.dsn) as app:
+            told = {f"{state} jobs": float(many) for state, many in app.counts().items() if many}
+        for process in self.crew:
+            with (
+                suppress(OSError),
+                urlopen(f"http://127.0.0.1:{self.hired[process.pid][1]}/metrics") as answer,
+            ):
+                told[f"completed by process {process.pid}"] = sum(
+                    float(value)
+                    for value in re.findall(
+                        rb'jobs_processed_total{.*outcome="ok".*} (.*)', answer.read()
+                    )
+                )
+        return told
+
+    def _true(self) -> dict[str, float]:
+        """The same, as tables have it."""
+        true = {
+            f"{state} jobs": float(many)
+            for state, many in self._ask(
+                "select state::text, count(*) from shiftwork.all_jobs group by state"
+            )
+        }
+        completed = dict(
+            self._ask(
+                "select worker.pid, count(*) from shiftwork.history as job join shiftwork.workers as worker"
+                " on worker.id = job.worker where job.state = 'completed' group by worker.pid"
+            )
+        )
+        pids = [process.pid for process in self.crew]
+        return true | {f"completed by process {pid}": float(completed.get(pid, 0)) for pid in pids}
 
     def _judge(self) -> Account:
         account = self.account
@@ -430,14 +522,16 @@ class Havoc:
             Act(number, job, attempt, transactional=True)
             for number, job, attempt in self._ask("select number, job, attempt from public.effects")
         ]
-        began, left = [], set()
+        began: list[tuple[int, int, int, float]] = []
+        left: dict[tuple[int, int], float] = {}
         for line in self.log.read_text().splitlines():
             what, number, job, attempt, pid, at = line.split()
             if what == "did":
                 acts.append(Act(int(number), int(job), int(attempt)))
+            elif what == "began":
                 began.append((int(pid), int(job), int(attempt), float(at)))
             else:
-                left.add((int(job), int(attempt)))
+                left[int(job), int(attempt)] = float(at)
         workers = self._ask("select id, pid from shiftwork.workers")
         history = History(
             sent=self.sent,
@@ -451,7 +545,22 @@ class Havoc:
             ],
             outages=sorted(self.outages),
             bound=self.size.bound,
+            executions=[
+                Execution(job, attempt, at, left.get((job, attempt))) for _, job, attempt, at in began
+            ],
+            leases=[
+                Lease(*row)
+                for row in self._ask(
+                    "select worker, extract(epoch from at)::float, extract(epoch from until)::float from public.leases"
+                )
+            ],
+            looks=self.looks,
+            most=MOST,
+            reported=self.reported,
+            true=self._true(),
         )
+        for look in self.looks:
+            account.most |= {name: max(much, account.most.get(name, 0)) for name, much in look.has.items()}
         account.verdict = check(history)
         account.answers = Counter(sent.answer for sent in self.sent)
         plain = Counter(act.number for act in acts if not act.transactional)
@@ -487,13 +596,22 @@ def _losses_of_workers(
 
 
 def _losses_of_children(
-    began: list[tuple[int, int, int, float]], left: set[tuple[int, int]], gone: list[tuple[int, float]]
+    began: list[tuple[int, int, int, float]],
+    left: Mapping[tuple[int, int], float],
+    gone: list[tuple[int, float]],
 ) -> Iterator[Loss]:
     """What each child ran when it was killed."""
     killed = dict(gone)
     for pid, job, attempt, at in began:
         if at <= killed.get(pid, 0) and (job, attempt) not in left:
             yield Loss(job, attempt, killed[pid])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _processes() -> Iterator[tuple[int, int]]:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,35 +40,49 @@ def _write(what: str, context: Context, number: int) -> None:
         os.close(file)
 
 
+@contextmanager
+def _at_work(context: Context, number: int) -> Iterator[None]:
+    """Code of this attempt runs meanwhile."""
+    _write("began", context, number)
+    try:
+        yield
+    finally:
+        _write("left", context, number)
+
+
 @app.task(**ALWAYS)
 async def note(context: Context, number: int) -> None:
-    _write("did", context, number)
-    await asyncio.sleep(random.uniform(0, LONGEST))
+    with _at_work(context, number):
+        _write("did", context, number)
+        await asyncio.sleep(random.uniform(0, LONGEST))
 
 
 @app.task(**ALWAYS)
 def note_blocking(context: Context, number: int) -> None:
-    _write("did", context, number)
-    time.sleep(random.uniform(0, LONGEST))
+    with _at_work(context, number):
+        _write("did", context, number)
+        time.sleep(random.uniform(0, LONGEST))
 
 
 @app.task(executor="process", **ALWAYS)
 def note_in_a_process(context: Context, number: int) -> None:
-    _write("did", context, number)
-    time.sleep(random.uniform(0, LONGEST))
-    _write("left", context, number)
+    with _at_work(context, number):
+        _write("did", context, number)
+        time.sleep(random.uniform(0, LONGEST))
 
 
 @app.task(transaction=True, **ALWAYS)
 async def transfer(tx: AsyncConnection[Any], context: Context, number: int) -> None:
-    await tx.execute(EFFECT, (number, context.job.id, context.attempt))
-    await asyncio.sleep(random.uniform(0, LONGEST))
+    with _at_work(context, number):
+        await tx.execute(EFFECT, (number, context.job.id, context.attempt))
+        await asyncio.sleep(random.uniform(0, LONGEST))
 
 
 @app.task(transaction=True, **ALWAYS)
 def transfer_blocking(tx: Connection[Any], context: Context, number: int) -> None:
-    tx.execute(EFFECT, (number, context.job.id, context.attempt))
-    time.sleep(random.uniform(0, LONGEST))
+    with _at_work(context, number):
+        tx.execute(EFFECT, (number, context.job.id, context.attempt))
+        time.sleep(random.uniform(0, LONGEST))
 
 
 ROUTINE = f"""

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal
 
 RESUME = 5.0
@@ -64,6 +65,34 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """A handler's code at work on an attempt, from and until; None if it never came to its end."""
+
+    job: int
+    attempt: int
+    began: float
+    left: float | None
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A worker held its jobs from then on until a time, by the server's clock."""
+
+    worker: int
+    at: float
+    until: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a worker process took up at a moment, by the names of `History.most`."""
+
+    process: int
+    at: float
+    has: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class History:
     """All that is known of a run after it."""
 
@@ -83,6 +112,17 @@ class History:
     bound: float = 0.0
     """Seconds after which a job that was lost has to run again."""
 
+    executions: Sequence[Execution] = ()
+    leases: Sequence[Lease] = ()
+    looks: Sequence[Look] = ()
+    most: Mapping[str, float] = field(default_factory=dict)
+    """How much of each a worker process may take up."""
+
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """What metrics and commands say at the end, and, by the same names, what tables have."""
+
+    true: Mapping[str, float] = field(default_factory=dict)
+
 
 @dataclass
 class Verdict:
@@ -95,6 +135,9 @@ class Verdict:
     stuck: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     illegal: list[str] = field(default_factory=list)
+    overlapping: list[str] = field(default_factory=list)
+    unbounded: list[str] = field(default_factory=list)
+    untrue: list[str] = field(default_factory=list)
 
     recoveries: list[float] = field(default_factory=list)
     """Seconds from each loss until the job ran again, without the time that the server was away."""
@@ -121,6 +164,13 @@ def check(history: History) -> Verdict:
     _check_acts(history, steps, verdict)
     verdict.stuck += [f"job {job} has not ended" for job in history.left]
     _check_recoveries(history, steps, verdict)
+    _check_executions(history, steps, verdict)
+    _check_looks(history, verdict)
+    verdict.untrue += [
+        f"{name} is {history.true.get(name)}, and {history.reported.get(name)} is told"
+        for name in sorted({*history.true, *history.reported})
+        if history.true.get(name) != history.reported.get(name)
+    ]
     return verdict
 
 
@@ -213,6 +263,45 @@ def _check_recoveries(history: History, steps: Mapping[int, list[Step]], verdict
                 f"job {loss.job} ran again after {took:.2f} s; {history.bound:.2f} s are allowed"
             )
     verdict.recoveries.sort()
+
+
+def _check_executions(history: History, steps: Mapping[int, list[Step]], verdict: Verdict) -> None:
+    """Two attempts of a job run at once only if the lease of the first was over when the second was claimed."""
+    claims = {
+        (one.job, one.attempt): one for many in steps.values() for one in many if one.state == "running"
+    }
+    leases: dict[int, list[Lease]] = defaultdict(list)
+    for lease in sorted(history.leases, key=lambda one: one.at):
+        leases[lease.worker].append(lease)
+    executions: dict[int, list[Execution]] = defaultdict(list)
+    for execution in sorted(history.executions, key=lambda one: one.attempt):
+        executions[execution.job].append(execution)
+    for job, many in executions.items():
+        for former, later in pairwise(many):
+            if former.left is None or later.began >= former.left:
+                continue
+            claimed, held = claims.get((job, later.attempt)), claims.get((job, former.attempt))
+            if claimed is None or held is None or held.worker is None:
+                continue  # of an attempt that was never written, another check tells
+            renewed = [lease for lease in leases[held.worker] if lease.at <= claimed.at]
+            if renewed and renewed[-1].until > claimed.at:
+                verdict.overlapping.append(
+                    f"attempts {former.attempt} and {later.attempt} of job {job} ran at once, and worker {held.worker} had"
+                    f" its lease for another {renewed[-1].until - claimed.at:.2f} s"
+                )
+
+
+def _check_looks(history: History, verdict: Verdict) -> None:
+    """A process that takes up more than it may is told of once for each kind, by the most that was seen."""
+    seen: dict[tuple[int, str], float] = {}
+    for look in history.looks:
+        for name, much in look.has.items():
+            if much > history.most.get(name, float("inf")):
+                seen[look.process, name] = max(much, seen.get((look.process, name), 0.0))
+    verdict.unbounded += [
+        f"process {process} had {much:g} {name}; {history.most[name]:g} are allowed"
+        for (process, name), much in seen.items()
+    ]
 
 
 def _away(outages: Sequence[tuple[float, float]], since: float, until: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checker import Act, History, Loss, Sent, Step, check
+from tests.checker import Act, Execution, History, Lease, Look, Loss, Sent, Step, check
 
 
 def step(job: int, attempt: int, worker: int | None, state: str, at: float) -> Step:
@@ -48,6 +48,18 @@ GOOD = History(
     losses=[Loss(10, 1, 2.0)],
     outages=[],
     bound=5.0,
+    executions=[
+        Execution(10, 1, 1.1, 4.7),  # stopped past its lease, and then it went on
+        Execution(10, 2, 4.6, 4.9),
+        Execution(20, 1, 1.1, 1.9),
+        Execution(20, 2, 2.6, 2.9),
+        Execution(40, 1, 1.1, None),  # killed
+    ],
+    leases=[Lease(7, 0.0, 2.0), Lease(7, 1.5, 3.5), Lease(8, 0.0, 9.0)],
+    looks=[Look(100, 1.0, {"sockets": 9, "children": 1}), Look(101, 2.0, {"sockets": 10})],
+    most={"sockets": 10, "children": 1},
+    reported={"completed by 8": 3.0},
+    true={"completed by 8": 3.0},
 )
 
 FORGED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +107,21 @@ FORGED: dict[str, tuple[str, dict[str, Any]]] = {
         "illegal",
         {"steps": [*GOOD.steps[:5], *GOOD.steps[6:]]},
     ),
+    "two at once while the first still had its lease": (
+        "overlapping",
+        {"leases": [*GOOD.leases, Lease(7, 3.0, 5.0)]},
+    ),
+    "an attempt that began before the one before it had ended": (
+        "overlapping",
+        {"executions": [*GOOD.executions[:2], Execution(20, 1, 1.1, 2.7), *GOOD.executions[3:]]},
+    ),
+    "a process that keeps opening sockets": (
+        "unbounded",
+        {"looks": [*GOOD.looks, Look(100, 3.0, {"sockets": 11})]},
+    ),
+    "a child that was left behind": ("unbounded", {"looks": [*GOOD.looks, Look(101, 3.0, {"children": 2})]}),
+    "a metric that counts too much": ("untrue", {"reported": {"completed by 8": 4.0}}),
+    "a metric that forgets": ("untrue", {"reported": {}}),
 }
 
 
