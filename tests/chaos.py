@@ -487,9 +487,7 @@ class Havoc:
             ):
                 told[f"completed by process {process.pid}"] = sum(
                     float(value)
-                    for value in re.findall(
-                        rb'jobs_processed_total{.*outcome="ok".*} (.*)', answer.read()
-                    )
+                    for value in re.findall(rb'jobs_processed_total{.*outcome="ok".*} (.*)', answer.read())
                 )
         return told
 
