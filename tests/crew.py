@@ -179,6 +179,14 @@ async def note(context: Context, number: int) -> None:
 
 
 @app.task(**FOREVER)
+async def journey(context: Context, number: int) -> None:
+    """The same, with something said on the way."""
+    context.log.info("on the way")
+    context.progress(0.5, "half")
+    await _note("plain", number, context)
+
+
+@app.task(**FOREVER)
 def note_blocking(context: Context, number: int) -> None:
     """The same in a thread."""
     _note_blocking("plain", number, context)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests.chaos import Size, unleash
 from tests.crew import Crew
+from tests.points import HARMS, HURT, POINTS
 
-POINTS = ["claimed", "began", "ended", "settling", "settled"]
+WAY = ["claimed", "began", "ended", "settling", "settled"]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", WAY)
 def test_a_worker_may_die_at_any_point(dsn: str, point: str) -> None:
     # spec: SG-15, D-2, HO-22, HO-24, SH-21
     # fault: F3
@@ -39,6 +44,62 @@ def test_a_worker_may_die_at_any_point(dsn: str, point: str) -> None:
         assert protocol.state(job) == "completed"
         assert crew.effects("plain") == {1: 1 + ran}
         assert protocol.job(job)["failures"] == 0
+
+
+MOST_HARMED = (
+    *(
+        "claimed",
+        "began",
+        "ended",
+        "settling",
+        "stopping",
+        "asking claim",
+        "answered claim",
+        "asking settle",
+        "answered settle",
+    ),
+    *("answered fence", "asking conclude", "answered conclude", "asking heartbeat", "answered heartbeat"),
+)
+"""Points at which everything is done that can be done to a worker; at the others it is killed."""
+
+
+def test_a_worker_may_come_to_harm_at_every_point(dsn: str) -> None:
+    # spec: SG-15, D-1, D-2, HO-22, HO-24, SH-21
+    # fault: F3
+    assert len(POINTS) >= 25
+    harms = [(point, kind) for point in POINTS for kind in HARMS if kind == "die" or point in MOST_HARMED]
+    with Crew(dsn) as crew:
+        protocol = crew.protocol
+        for number, _ in enumerate(harms):
+            for task in ("journey", "journey", "transfer"):
+                crew.enqueue(task, number, queue=f"q{number}", max_attempts=5)
+        asked = json.dumps([(point, kind, f"q{number}") for number, (point, kind) in enumerate(harms)])
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.points"], input=asked, text=True, stdout=subprocess.PIPE,
+            env={**os.environ, "DATABASE_URL": dsn}, check=True,
+        )  # fmt: skip
+        ended = {harms[int(queue[1:])]: code for queue, code in json.loads(done.stdout).items()}
+        wrong = {
+            harm: code
+            for harm, code in ended.items()
+            if code != (-signal.SIGKILL if harm[1] == "die" else HURT)
+        }
+        assert wrong == {}, "every point was reached, and nobody hangs"
+
+        protocol.rows("update {}.workers set lease_until = 'epoch'")
+        while protocol.reap():
+            pass
+        protocol.rows("select {}.run_now(array(select id from shiftwork.jobs where state = 'scheduled'))")
+        queues = ",".join(f"q{number}" for number, _ in enumerate(harms))
+        assert crew.hire(stop_when_idle="yes", queues=queues).wait(60) == 0
+
+        left = protocol.rows("select id, queue, state, failures from {}.all_jobs where state <> 'completed'")
+        assert [(harms[int(row["queue"][1:])], row) for row in left] == []
+        numbers = range(len(harms))
+        assert crew.effects("transactional") == dict.fromkeys(numbers, 1)
+        assert crew.effects("plain").keys() == set(numbers)
+        counted = protocol.rows("select distinct queue from {}.all_jobs where failures > 0")
+        assert {harms[int(row["queue"][1:])][1] for row in counted} <= {"raise", "drop"}
 
 
 def test_what_was_fetched_ahead_by_a_worker_that_dies_has_lost_nothing(dsn: str) -> None:

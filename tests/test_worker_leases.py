@@ -28,6 +28,7 @@ from shiftwork.events import (
     StraysReleased,
     WorkerStarted,
 )
+from shiftwork.worker import leases
 from shiftwork.worker.line import Line
 from tests.harness import Protocol
 from tests.wire import Wire
@@ -222,10 +223,11 @@ def fails() -> dict[str, object]:
     ("does", "said"), [(fails, "RuntimeError: planted"), (threading.Event().wait, "not turned")]
 )
 async def test_a_worker_whose_lease_thread_fails_gives_its_jobs_back_and_ends(
-    dsn: str, protocol: Protocol, does: Any, said: str
+    dsn: str, protocol: Protocol, monkeypatch: pytest.MonkeyPatch, does: Any, said: str
 ) -> None:
     # spec: SG-17, D-13
     # fault: F6
+    monkeypatch.setattr(leases, "STUCK", (0.5, 0.0))
     app = App(dsn)
     latch = Latch()
 

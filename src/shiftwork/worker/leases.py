@@ -39,8 +39,8 @@ TOO_LATE = 0.75
 AGAIN = 0.1
 """The part of a lease after which a beat that failed is tried again."""
 
-STUCK = 0.5
-"""The part of a lease after which a thread that does not turn is given up: with a beat before it, that is in time."""
+STUCK = (0.5, 5.0)
+"""The part of a lease after which a thread that does not turn is given up, with a beat before it in time; and seconds, at least."""
 
 WATCH = 1.0
 """Seconds between two looks at whether the thread turns, at most."""
@@ -161,7 +161,7 @@ class Leases:
 
     async def _watch(self) -> None:
         """See from outside that the thread turns: what it does not do any more, nobody else would."""
-        every = min(self.seconds * AGAIN, WATCH)
+        every, (part, least) = min(self.seconds * AGAIN, WATCH), STUCK
         turned, looks, why = self.ping(), 0, ""
         while not why:
             await asyncio.sleep(every)
@@ -170,7 +170,7 @@ class Leases:
                 why = self._error or "it has ended"
             elif turned.is_set():
                 turned, looks = self.ping(), 0
-            elif looks * every >= self.seconds * STUCK:
+            elif looks * every >= max(self.seconds * part, least):
                 why = f"it has not turned for {looks * every:.1f} s"
         self.lapsed = True
         self._broken(why)
