@@ -219,7 +219,7 @@ class Havoc:
             watch.join()
             self._drain()
             self.account.seconds = time.monotonic() - began
-            self.reported = self._reported()
+            self._compare()
             self._dismiss()
             return self._judge()
 
@@ -380,9 +380,8 @@ class Havoc:
     def kill(self) -> bool:
         """A worker, with -9; another takes its place."""
         with self._somebody() as victim:
-            if victim is None or victim.pid not in self._at_work():
+            if victim is None or not self._caught(victim):
                 return False
-            self.gone.append((victim.pid, time.time()))
             victim.kill()
             victim.wait()
         self._hire()
@@ -406,10 +405,8 @@ class Havoc:
     def stop(self) -> bool:
         """A worker, for longer than its lease; then it goes on."""
         with self._somebody() as victim:
-            if victim is None or victim.pid not in self._at_work():
+            if victim is None or not self._caught(victim):
                 return False
-            self.gone.append((victim.pid, time.time()))
-            victim.send_signal(signal.SIGSTOP)
             time.sleep(self.size.lease * 1.7)
             victim.send_signal(signal.SIGCONT)
         return True
@@ -446,6 +443,18 @@ class Havoc:
             self.account.did[f"cut {what}"] += 1
         return True
 
+    def _caught(self, victim: subprocess.Popen[bytes]) -> bool:
+        """Whether a worker was stopped while it holds jobs; else it goes on."""
+        if victim.pid not in self._at_work():
+            return False
+        victim.send_signal(signal.SIGSTOP)
+        at = time.time()
+        if victim.pid in self._at_work():
+            self.gone.append((victim.pid, at))
+            return True
+        victim.send_signal(signal.SIGCONT)
+        return False
+
     def _at_work(self) -> set[int]:
         rows = self._ask(
             "select distinct worker.pid from shiftwork.workers as worker join shiftwork.jobs as job on job.worker = worker.id"
@@ -475,6 +484,14 @@ class Havoc:
         for process in self.crew:
             process.terminate()
         self.codes = [process.wait(60) for process in self.crew]
+
+    def _compare(self) -> None:
+        """What is reported, and what is so; an answer that is still on its way to a worker is waited for."""
+        deadline = time.monotonic() + 10
+        self.true = self._true()
+        while (told := self._reported()) != self.true and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self.reported = told
 
     def _reported(self) -> dict[str, float]:
         """What workers that are still there count, and what the app says there is."""
@@ -555,7 +572,7 @@ class Havoc:
             looks=self.looks,
             most=MOST,
             reported=self.reported,
-            true=self._true(),
+            true=self.true,
         )
         for look in self.looks:
             account.most |= {name: max(much, account.most.get(name, 0)) for name, much in look.has.items()}

@@ -132,7 +132,9 @@ def begin(point: str, kind: str, queue: str) -> int:
     """Fork; gives the process."""
     if pid := os.fork():
         return pid
-    threading.Thread(target=lambda: (time.sleep(PATIENCE), os._exit(1)), daemon=True).start()
+    watchdog = threading.Timer(PATIENCE, os._exit, (1,))
+    watchdog.daemon = True
+    watchdog.start()
     harm = Harm(point, kind)
     try:
         asyncio.run(work(harm, queue))

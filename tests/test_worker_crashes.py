@@ -184,5 +184,5 @@ def test_whatever_happens_every_effect_happens_and_every_job_ends() -> None:
     )  # fmt: skip
     account = unleash(small, seed=1)
     assert account.violations == [], account.told()
-    assert account.verdict.recoveries
+    assert account.verdict.recoveries, account.told()
     assert account.did["restart"] == 1

@@ -507,6 +507,27 @@ async def test_a_commit_whose_answer_was_lost_is_no_reason_to_run_again(dsn: str
     assert protocol.state(job.id) == "completed"
 
 
+async def test_nor_is_the_answer_of_a_routine_that_was_lost(dsn: str, protocol: Protocol) -> None:
+    # spec: D-1
+    # fault: F11
+    protocol.connection.execute(
+        "create table effects (payload jsonb); create procedure act(payload jsonb) language sql as "
+        "'insert into effects values (payload)'"
+    )
+    with Wire(dsn) as wire:
+        app = App(wire.dsn)
+        act = app.sql_task("act", handler="public.act(jsonb)")
+        async with app, Workshop(app) as shop:
+            await shop.asleep()
+            wire.losing(".run_job(")
+            job = await act.aenqueue()
+            await shop.ended(job, state="completed")
+            assert wire.said[".run_job("] == 1
+            assert not shop.seen(JobLost), "what is told is what happened"
+    assert protocol.value("select count(*) from effects") == 1
+    assert protocol.state(job.id) == "completed"
+
+
 # A database that is away.
 
 

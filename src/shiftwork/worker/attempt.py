@@ -434,6 +434,7 @@ class Attempts:
             try:
                 if run.task.commits:
                     return Returned(await self.transactions.call(run, session))
+                run.unsure = Outcome(run, State.COMPLETED)  # or it failed, which will then be told as lost
                 answer = await self.transactions.run_job(run, session)
             except BaseException as error:  # noqa: BLE001
                 return self._transaction_failed(run, error)
