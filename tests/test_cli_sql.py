@@ -75,17 +75,16 @@ def test_without_arguments_it_takes_the_payload_and_every_call_is_a_job(protocol
     assert jobs(protocol)[-1]["payload"] == {"a": {"x": 1, "y": 2}}
 
 
-@pytest.mark.parametrize(
-    "task", ["it's", "$$; drop table x; $$", "$x$ $$", 'a"b', "back\\slash", "select", "ünï"]
-)
-def test_whatever_a_task_is_called_is_only_a_name(protocol: Protocol, task: str) -> None:
+def test_whatever_a_task_is_called_is_only_a_name(protocol: Protocol) -> None:
     # fault: S3
-    make(protocol, task, f"{task.replace(' ', '')} text", "--function", f"public.{task.replace('.', '')}")
-    name = task.replace('"', '""')
-    job: Any = f'select public."{name}"(%s)'
-    protocol.value(job, "value")
-    [row] = protocol.rows("select task, payload from {}.jobs")
-    assert (row["task"], row["payload"]) == (task, {task.replace(" ", ""): "value"})
+    for task in ("it's", "$$; drop table x; $$", "$x$ $$", 'a"b', "back\\slash", "select", "ünï"):
+        argument = task.replace(" ", "")
+        make(protocol, task, f"{argument} text", "--function", f"public.{task}")
+        name = task.replace('"', '""')
+        call: Any = f'select public."{name}"(%s)'
+        protocol.value(call, "value")
+        [*_, row] = protocol.rows("select task, payload from {}.jobs order by id")
+        assert (row["task"], row["payload"]) == (task, {argument: "value"})
 
 
 def test_it_can_be_made_at_once_and_again(protocol: Protocol, dsn: str) -> None:
@@ -115,17 +114,16 @@ def test_what_cannot_be_meant_is_refused(words: tuple[str, ...], says: str) -> N
     assert says in asked(*words, code=2)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
+def test_types_are_taken_as_postgresql_writes_them(protocol: Protocol) -> None:
+    kinds = (
         "int",
         "INT[]",
         "numeric(10, 2)",
         "timestamp with time zone",
         "timestamp(3) with time zone",
         "pg_catalog.text",
-    ],
-)
-def test_types_are_taken_as_postgresql_writes_them(protocol: Protocol, kind: str) -> None:
-    make(protocol, "t", f"value {kind}")
-    assert protocol.value("select count(*) from pg_proc where proname = 'enqueue_t'") == 1
+    )
+    for kind in kinds:
+        make(protocol, "t", f"value {kind}")
+    made = "select count(*) from pg_proc where proname = 'enqueue_t'"
+    assert protocol.value(made) == 5  # two differ in nothing but their precision

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 
 from shiftwork import App
-from shiftwork.events import JobEnded, JobReleased, WorkerStarted
+from shiftwork.events import JobEnded, JobReleased, JobStopped, WorkerStarted
 from shiftwork.worker.sql import hearing
 from tests.harness import Protocol
 from tests.test_sql_tasks import WORLD, register
-from tests.workshop import Workshop
+from tests.workshop import Latch, Workshop
 
 MORE = """
 create procedure stats.dawdle(payload jsonb) language plpgsql as $$
@@ -150,6 +150,29 @@ async def test_cancelling_frees_the_server_from_a_statement_of_ten_minutes(
         await shop.ended(job, state="cancelled")
         assert stats.job(job)["error"]["message"] == "not wanted"
         assert stats.job(job)["attempt"] == 1
+
+
+@pytest.mark.usefixtures("sitting")
+async def test_a_blocking_handler_that_is_cancelled_before_its_session_is_open_does_not_begin(
+    stats: Protocol, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latch = Latch()
+    async with Workshop(app) as shop:
+        await shop.asleep()
+        transactions = shop.worker._transactions
+        opens = transactions.open_blocking
+
+        def open_late(run: Any) -> Any:
+            latch.hold_blocking()
+            return opens(run)
+
+        monkeypatch.setattr(transactions, "open_blocking", open_late)
+        job = stats.enqueue("blocking")
+        await latch.reached()
+        stats.cancel(job)
+        await shop.event(JobStopped, job=job)
+        latch.release()
+        await shop.ended(job, state="cancelled")
 
 
 @pytest.mark.usefixtures("sitting")

@@ -398,6 +398,8 @@ class Attempts:
                     run.interruption = Interruption(connection)
                 ending: Ending
                 try:
+                    if run.stop is not None:
+                        await _raise(Interrupted(run.stop.value))  # while the session was opened
                     undo = partial(self.transactions.undo, run, connection)
                     ending = Returned(await self._repeated(run, call, undo=undo))
                 except BaseException as error:  # noqa: BLE001
