@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import msgspec
 import psycopg
 
 from bench.measuring import (
@@ -32,7 +31,7 @@ from bench.measuring import (
     rate,
     sql,
 )
-from shiftwork import App, NewJob
+from shiftwork import App
 from shiftwork.settings import Settings
 
 CONCURRENCY = 1000
@@ -241,9 +240,7 @@ def enqueuers(bench: Bench) -> None:
     def kept_up() -> float:
         clear(bench)
         with working(bench, concurrency=CONCURRENCY), bench.connect() as connection:
-            pgbench(
-                bench, text, 32, seconds=1 if bench.quick else 14
-            )  # until nobody counts as asleep any more
+            pgbench(bench, text, 32, seconds=1)  # until nobody counts as asleep any more
             found = pgbench(bench, text, 32, seconds=1 if bench.quick else 4)
             [[waiting]] = connection.execute("select count(*) from shiftwork.jobs").fetchall()
             left.append(waiting)
@@ -269,14 +266,13 @@ def pickup(bench: Bench) -> None:
     theirs: list[list[float]] = []
     with (
         working(bench, concurrency=10),
-        App(settings=Settings(dsn=bench.url)) as app,
         _listening(bench) as bare,
     ):
         time.sleep(1)
         for turn in range(PAIRS):
             for through_worker in (True, False) if turn % 2 else (False, True):
                 if through_worker:
-                    ours.append(sorted(_picked_up(app, turns)))
+                    ours.append(sorted(_picked_up(bench, turns)))
                 else:
                     theirs.append(sorted(bare() for _ in range(turns)))
     for name, part, goal in (("p50", 0.5, 0.5), ("p99", 0.99, 0.2)):
@@ -291,16 +287,22 @@ def pickup(bench: Bench) -> None:
         )
 
 
-def _picked_up(app: App, turns: int) -> list[float]:
+def _picked_up(bench: Bench, turns: int) -> list[float]:
     """Nobody waits for a result meanwhile: that would keep the machine busy just then."""
-    job: NewJob[int] = NewJob(task="moment", payload=msgspec.Raw(b'{"n": 1}'))
+    app = App(settings=Settings(dsn=bench.url))
+
+    @app.task
+    async def moment(n: int) -> int:
+        """As the worker has it."""
+        return time.monotonic_ns()
+
     sent = []
     for _ in range(turns):
         time.sleep(0.05)  # asleep again
         began = time.monotonic_ns()
-        [handle] = app.enqueue_many([job], atomic=False)
-        sent.append((began, handle))
-    return [(handle.result(30) - began) / 1e9 for began, handle in sent]
+        sent.append((began, moment.enqueue(n=1)))
+    with app:
+        return [(handle.result(30) - began) / 1e9 for began, handle in sent]
 
 
 @contextlib.contextmanager
