@@ -4,6 +4,8 @@ The table is the judge. A row is free (`queued`, or `errored` and due), held (`p
 fence, which changes with every claim: the number in `attempt`, or, where there is no such column, the moment in `started_at`, which
 is never given twice. `worker_hostname` says which worker it is. The lease is the row's own, `last_heartbeat_at`.
 
+What somebody holds is looked up by its id, row by row (that is what `lateral` is for), whatever the server knows of the table's size.
+
 Who locks what: a claim and a heartbeat lock rows FOR NO KEY UPDATE and pass by those that others have locked. A transactional handler
 holds its row FOR KEY SHARE, under the fence: heartbeats, and people who set `cancel`, get past that; the resetter, which locks FOR
 UPDATE, does not, and leaves the row alone. So a job in an open transaction cannot be taken away; and the statement that ends it
@@ -126,8 +128,8 @@ RECORD = "(select row_to_json(one)::text from (select <values><of>) as one)"
 SEEN = " from <source> as seen where seen.<id> = taken.id limit 1"
 START = """
 with <here>, <holds>, told as materialized (
-  select job.<id> as id from here, hold join <table> as job on job.<id> = hold.id
-   where <held> and <cancel> order by job.<id> for no key update of job skip locked
+  select job.<id> as id from here cross join (select * from hold order by id) as hold cross join lateral (
+           select * from <table> as job where job.<id> = hold.id and <held> and <cancel> for no key update of job skip locked) as job
 ), done as (
   update <table> as job set <cancelling> from here, told where job.<id> = told.id returning job.<id> as id
 )
@@ -139,7 +141,8 @@ select hold.id, case
 """
 HEARTBEAT = """
 with <here>, <holds>, ours as materialized (
-  select job.<id> as id, hold.attempt, <cancel> as asked from here, hold join <table> as job on job.<id> = hold.id where <held>
+  select job.<id> as id, hold.attempt, <cancel> as asked from here cross join hold cross join lateral (
+           select * from <table> as job where job.<id> = hold.id and <held> offset 0) as job
 ), renewed as (
   <renewing>
 ), stray as materialized (
@@ -165,8 +168,9 @@ select jsonb_build_object(
 """
 RENEWING = """update <table> as job set <beat> = greatest(here.present, job.<beat>)
     from here, (
-      select job.<id> as id from here, ours as hold join <table> as job on job.<id> = hold.id
-       where <held> order by job.<id> for no key update of job skip locked) as mine
+      select job.<id> as id from here cross join (select * from ours order by id) as hold cross join lateral (
+               select * from <table> as job where job.<id> = hold.id and <held> for no key update of job skip locked) as job
+      offset 0) as mine
    where job.<id> = mine.id returning job.<id>"""
 SETTLE = """
 with <here>, told as materialized (
@@ -175,8 +179,8 @@ with <here>, told as materialized (
       id bigint, attempt bigint, state text, failure boolean, error jsonb, delay double precision, run_at timestamptz)
 ), mine as materialized (
   select job.<id> as id, <ending> as ending, <counts> as counts, <message> as message, <wait> as wait
-    from here, told as hold join <table> as job on job.<id> = hold.id
-   where <held> order by job.<id> for no key update of job <skipping>
+    from here cross join (select * from told order by id) as hold cross join lateral (
+           select * from <table> as job where job.<id> = hold.id and <held> for no key update of job <skipping>) as job
 ), done as (
   update <table> as job set <settling> from here, mine where job.<id> = mine.id
   returning job.<id> as id, <told_state> as state
@@ -209,8 +213,8 @@ with <here>, hold as materialized (
 ), mine as materialized (
   select job.<id> as id, hold.why, case when <cancel> then 'canceled' when hold.why is not null and <resets> >= <max_resets> then 'failed'
                                          else 'queued' end as ending
-    from here, hold join <table> as job on job.<id> = hold.id
-   where <held> order by job.<id> for no key update of job skip locked
+    from here cross join (select * from hold order by id) as hold cross join lateral (
+           select * from <table> as job where job.<id> = hold.id and <held> for no key update of job skip locked) as job
 ), done as (
   update <table> as job set <releasing> from here, mine where job.<id> = mine.id returning job.<id> as id, mine.ending
 )
