@@ -67,6 +67,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "Correct `where` and `order_by`: they are put into the statement that claims, over `job`.",
     ),
     "SW-508": ("error", "Let it be null: alter table … alter column … drop not null."),
+    "SW-509": ("error", "Make it the primary key, or unique: alter table … add unique (…)."),
     "SW-511": ("warning", "Run `shiftwork table install`; without it work is found by polling."),
     "SW-512": (
         "warning",
@@ -110,7 +111,7 @@ def problems(store: Table, rows: Rows) -> list[Problem]:
     return [
         *_missing(store),
         *_wrong_types(store),
-        *_unfit(store),
+        *_unfit(store, rows),
         *_unknown_fields(store, rows),
         *_doing_without(store),
     ]
@@ -169,7 +170,13 @@ def _wrong_types(store: Table) -> Iterator[Problem]:
             )
 
 
-def _unfit(store: Table) -> Iterator[Problem]:
+def _unfit(store: Table, rows: Rows) -> Iterator[Problem]:
+    known = [row["type"] for row in rows if row["what"] == "index"]
+    own = f"({_bare(store.there['id'].name)})" if "id" in store.there else ""
+    if own and not any("UNIQUE INDEX" in made and made.endswith(own) for made in known):
+        yield Problem(
+            "SW-509", f"{store.there['id'].name} is not unique, so that a job would be several rows"
+        )
     for our in CLEARED:
         if our in store.there and store.there[our].is_required:
             yield Problem("SW-508", f"{store.there[our].name} may not be null, and has to be at times")
@@ -271,6 +278,11 @@ def _triggers(store: Table) -> Iterator[str]:
 def _quoted(store: Table, our: str) -> str:
     known: Column | None = store.there.get(our)
     return _plain(quoted(known.name if known else store.layout.theirs(our) or our))
+
+
+def _bare(name: str) -> str:
+    """A name as the server writes it: in quotes only if it needs them."""
+    return name if re.fullmatch(r"[a-z_][a-z0-9_$]*", name) else _plain(quoted(name))
 
 
 def _plain(text: str) -> str:
