@@ -219,17 +219,21 @@ async def test_who_changes_a_row_by_hand_keeps_its_transaction_from_committing(
 
 
 # spec: SG-18, SG-21, SG-23
+@pytest.mark.parametrize("plain", [False, True])
 async def test_cancelling_frees_the_server_from_a_long_statement_of_a_transactional_handler(
-    table: Connection, dsn: str
+    table: Connection, dsn: str, plain: bool
 ) -> None:
     [job] = insert(table)
     store = TableStore("example_jobs", dsn=dsn)
     installing(store, table)
 
-    @store.handler(transaction=True)
     async def handle(record: dict[str, Any], tx: psycopg.AsyncConnection[Any]) -> None:
         await tx.execute("select pg_sleep(600)")
 
+    def handle_blocking(record: dict[str, Any], tx: psycopg.Connection[Any]) -> None:
+        tx.execute("select pg_sleep(600)")
+
+    store.handler(transaction=True)(handle_blocking if plain else handle)
     async with Workshop(store) as shop:
         await shop.found(lambda: _sleeping(shop))
         await shop.until(lambda: shop.worker._listener.proven, "the listener")
