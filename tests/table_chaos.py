@@ -130,6 +130,7 @@ class Havoc:
             try:
                 self._ask(TABLES)
                 self.crew = [self._hired() for _ in range(size.workers)]
+                self._all_up()
                 threads = [threading.Thread(target=self._produce)]
                 threads += [
                     threading.Thread(target=self._lane, args=(name, *lane)) for name, lane in lanes.items()
@@ -139,6 +140,7 @@ class Havoc:
                 for thread in threads:
                     thread.join()
                 self._drain()
+                self._all_up()  # who has only just been started does not know yet what TERM means to it
                 for process in self.crew:
                     process.terminate()
                 codes = [process.wait(60) for process in self.crew]
@@ -266,6 +268,12 @@ class Havoc:
         with psycopg.connect(self.station.dsn, autocommit=True, connect_timeout=5) as connection:
             cursor = connection.execute(text.encode(), params or None)
             return cursor.fetchall() if cursor.description else []
+
+    def _all_up(self) -> None:
+        up = "select count(distinct application_name) >= %s from pg_stat_activity where application_name ~ '^shiftwork table [0-9]+$'"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._ask(up, len(self.crew)) != [(True,)]:
+            time.sleep(0.1)
 
     def _drain(self) -> None:
         deadline = time.monotonic() + 90

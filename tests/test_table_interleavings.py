@@ -27,7 +27,7 @@ from shiftwork.stores import table
 from tests.explorer import DAY, LEASE, Explorer, Hold, Session, Turn, Worker
 from tests.test_conformance import TABLE, WITH_ATTEMPT
 
-RUNS = 60
+RUNS = 40
 CLOCK = """
 create sequence public.clock minvalue 0 start 0;
 create function public.there() returns timestamptz language sql stable as $$
