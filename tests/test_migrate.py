@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -145,10 +144,10 @@ def test_migrators_that_race_in_many_processes_do_it_once(
 KILLED = """
 import os, signal, sys, psycopg
 from shiftwork import migrate as installing
-from tests.test_migrate import longer
+from tests.test_migrate import no_partitions, three_steps
 
-steps = longer()
-installing.migrations = lambda: steps
+steps, functions = three_steps(), no_partitions()
+installing.migrations, installing.functions = lambda: steps, lambda: functions
 original = psycopg.Cursor.execute
 for number in range(1, 200):
     child = os.fork()
@@ -170,20 +169,20 @@ for number in range(1, 200):
 """
 
 
-def longer() -> list[Migration]:
-    """Our migrations and two more, so that there is something between the first and the last."""
-    last = installing.migrations()[-1]
+def three_steps() -> list[Migration]:
+    """All of our migrations as one, however many there are, and two more: a first, one between, and a last."""
+    ours = installing.migrations()
     texts = [
+        "\n".join(step.text for step in ours),
         "create table shiftwork.second (a int); insert into shiftwork.second values (1);",
         "alter table shiftwork.second add b int not null default 2;",
     ]
-    return [
-        *installing.migrations(),
-        *(
-            replace(last, number=last.number + n, name=f"extra_{n}", text=text)
-            for n, text in enumerate(texts, 1)
-        ),
-    ]
+    return [Migration(number, f"step_{number}", text) for number, text in enumerate(texts, 1)]
+
+
+def no_partitions() -> str:
+    """The functions, without the call that makes the partitions: two thirds of the time, and one statement with the rest."""
+    return installing.functions().replace("select shiftwork.extend_history();", "")
 
 
 def test_a_migrator_that_was_killed_at_any_step_is_resumed_by_the_next(
@@ -196,8 +195,9 @@ def test_a_migrator_that_was_killed_at_any_step_is_resumed_by_the_next(
     assert killing.returncode == 0, killing.stderr
     survivor = int(killing.stdout)
     assert survivor > 20
-    steps = longer()
+    steps, functions = three_steps(), no_partitions()
     monkeypatch.setattr(installing, "migrations", lambda: steps)
+    monkeypatch.setattr(installing, "functions", lambda: functions)
     whole = shape_of(empty, f"killed_{survivor}")
     resumed = {len(migrate(empty, f"killed_{number}")) for number in range(1, survivor)}
     assert resumed == set(range(1, len(steps) + 2))
