@@ -29,7 +29,12 @@ class Station:
         self._folder.chmod(0o755)
         self.data = self._folder / "data"
         self._fsync = fsync
-        self._options = {"max_connections": "300", **(options or {})}
+        # Shared memory with the data, where nothing of it stays behind when the server is killed.
+        self._options = {
+            "max_connections": "300",
+            "dynamic_shared_memory_type": "mmap",
+            **(options or {}),
+        }
         self._server: embedded.Server | None = None
 
     def __enter__(self) -> Self:

@@ -78,7 +78,7 @@ async def test_what_was_being_inserted_when_the_worker_fell_asleep_is_found_when
             cursor = await other.execute("insert into shiftwork.jobs (task) values ('work') returning id")
             [job] = await cursor.fetchone() or [0]
             gate.open()
-            await shop.asleep()
+            await shop.asleep(inserting=True)
             assert not shop.seen(JobBegan)
             await other.commit()
             await shop.ended(job, state="completed")
@@ -93,7 +93,7 @@ async def test_what_was_being_inserted_between_the_last_look_and_sleep_is_found(
             cursor = await other.execute("insert into shiftwork.jobs (task) values ('work') returning id")
             [job] = await cursor.fetchone() or [0]
             declared.open()
-            await shop.asleep()
+            await shop.asleep(inserting=True)
             await other.commit()
             await shop.ended(job, state="completed")
 

@@ -7,7 +7,7 @@
         gate.open()
         await shop.ended(job)
 
-Nobody sleeps: whoever waits is woken by what happens, and after 30 s fails with what was seen until then. At the end
+Nobody sleeps: whoever waits is woken by what happens, and after a minute fails with what was seen until then. At the end
 the worker is stopped, and must have let go of every job.
 """
 
@@ -25,13 +25,13 @@ import psycopg
 from psycopg.rows import dict_row
 
 from shiftwork import App
-from shiftwork.events import Event, JobEnded
+from shiftwork.events import Event, JobEnded, ListenerProven
 from shiftwork.job import Job
 from shiftwork.program import Program
 from shiftwork.worker import Worker
 from tests import pooler
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 LOOP = {"registry", "claiming", "claimed", "declared", "asleep", "stopping"}
 """The points of the main loop; the others are passed by slots and by the settler."""
 
@@ -147,14 +147,20 @@ class Workshop:
         self._settings: dict[str, Any] = {"poll": timedelta(minutes=10), **settings}
         self._gates: dict[str, Gate] = {}
         self._last_point = ""
+        self._hears = False
+        self._flying: set[str] = set()
         self._stirred: set[asyncio.Event] = set()
         self._running: asyncio.Task[bool]
 
     async def __aenter__(self) -> Self:
         settings = self.app.settings
-        self.worker = await self.app.worker(**self._settings | pooler.settings(settings.dsn or ""))
+        lease = self._settings.get("lease", settings.lease)
+        found = pooler.settings(settings.dsn or "", lease)
+        self.worker = await self.app.worker(**self._settings | found)
         self.worker._subscribers.append(self._see)
         self.worker._at = self._reached
+        self.worker._sleep._say = self._declared(self.worker._sleep._say)
+        self.worker._wake._event = _Alarm(self._wakes)
         self._running = asyncio.create_task(self.worker.run())
         self._running.add_done_callback(lambda _: self.stir())
         return self
@@ -236,14 +242,18 @@ class Workshop:
         gate.shut()
         return gate
 
-    async def asleep(self) -> None:
-        """Wait until the worker sleeps, with nothing left that would wake it, and is known to hear."""
-        await self.until(self._is_asleep, "the sleep of the worker")
+    async def asleep(self, *, inserting: bool = False) -> None:
+        """Wait until the worker sleeps, is known to hear, and has nothing left that would wake it.
 
-    def _is_asleep(self) -> bool:
+        It looks again when those are done who were inserting as it fell asleep, and who may be a duty of its own; the test
+        itself may be `inserting`.
+        """
+        await self.until(lambda: self._is_asleep(inserting), "the sleep of the worker")
+
+    def _is_asleep(self, inserting: bool) -> bool:
         if self._last_point != "asleep" or self.worker._wake._event.is_set():
             return False
-        return self.worker._listener.proven or not self.worker.settings.notify
+        return self._hears and (inserting or not self._flying)
 
     def stir(self) -> None:
         """Something happened: whoever waits looks again."""
@@ -283,12 +293,32 @@ class Workshop:
 
     def _see(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, ListenerProven):
+            self.worker._wake()  # or it would look again when the short poll is over with which it fell asleep
         self.stir()
+
+    def _declared(
+        self, say: Callable[[float], Awaitable[set[str]]]
+    ) -> Callable[[float], Awaitable[set[str]]]:
+        async def said(seconds: float) -> set[str]:
+            found, again = await say(seconds), self._last_point == "asleep"
+            if again and self._flying and not self._flying & found:
+                self._wakes()
+            self._flying = self._flying & found if again else found
+            return found
+
+        return said
+
+    def _wakes(self) -> None:
+        """It sleeps no more, and may be on its way to the next point for a while."""
+        self._last_point = "awake"
 
     def _reached(self, point: str) -> Awaitable[None] | None:
         self.points[point] += 1
         if point in LOOP:
             self._last_point = point
+        if point == "asleep":
+            self._hears = self.worker._listener.proven or not self.worker.settings.notify
         if gate := self._gates.get(point):
             gate.visits += 1
         self.stir()
@@ -301,8 +331,21 @@ class Workshop:
         return f"points {dict(self.points)}; seen last: {self.events[-20:]}"
 
 
+class _Alarm(asyncio.Event):
+    """What wakes the worker; says when that is heeded."""
+
+    def __init__(self, heeded: Callable[[], None]) -> None:
+        super().__init__()
+        self._heeded = heeded
+
+    def clear(self) -> None:
+        if self.is_set():
+            self._heeded()
+        super().clear()
+
+
 async def until(condition: Callable[[], T], stirred: set[asyncio.Event], seen: Callable[[], str]) -> T:
-    """Wait for a condition, looked at whenever something stirs; after 30 s fail with what was seen."""
+    """Wait for a condition, looked at whenever something stirs; after a minute fail with what was seen."""
     event = asyncio.Event()
     stirred.add(event)
     try:
