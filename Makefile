@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
+POOLED := $(addprefix tests/test_,worker*.py processes.py supervisor.py hooks.py duties.py metrics.py resilience.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench chaos caps test-pooler test-matrix spec format clean
@@ -30,7 +31,7 @@ demo: $(INSTALLED) ## see two workers run a few thousand jobs, one being killed,
 
 test: $(READY) ## run every test, in parallel and in random order
 	@echo "• testing"
-	@$(BIN)/python -m pytest -n auto $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(READY) ## formatting, lint, types and the direction of imports
 	@echo "• ruff format"; $(BIN)/ruff format --check --quiet .
@@ -53,8 +54,8 @@ caps: $(READY) ## limits of the cluster under eight processes: never exceeded, a
 	@$(BIN)/python -m tests.caps $(ARGS)
 
 test-pooler: $(READY) ## the tests of the worker through PgBouncer, by polling alone and with an address to listen at
-	@SHIFTWORK_TEST_POOLER=poll $(BIN)/python -m pytest -n auto tests/test_worker*.py $(ARGS)
-	@SHIFTWORK_TEST_POOLER=listen $(BIN)/python -m pytest -n auto tests/test_worker*.py $(ARGS)
+	@SHIFTWORK_TEST_POOLER=poll $(BIN)/python -m pytest -n auto --dist worksteal $(POOLED) $(ARGS)
+	@SHIFTWORK_TEST_POOLER=listen $(BIN)/python -m pytest -n auto --dist worksteal $(POOLED) $(ARGS)
 
 test-matrix: $(READY) ## the tests on every PostgreSQL and Python found here
 	@$(BIN)/python -m tests.matrix $(ARGS)

@@ -58,30 +58,61 @@ def pytest_configure(config: pytest.Config) -> None:
             "shared_buffers": "256MB",
             "max_wal_size": "2GB",
             "autovacuum": "off",
+            "dynamic_shared_memory_type": "mmap",  # in the room, and gone with it
         },
     )
     _started.append((server, folder))
     os.environ[SERVER] = server.url
-    if pooler.MODE:
-        if not pooler.PROGRAM:
-            pytest.exit("SHIFTWORK_TEST_POOLER is set, and pgbouncer is not installed", 2)
+    if pooler.MODE and pooler.PROGRAM:
         _pooling.append(pooler.Pooler(server.url).__enter__())
         os.environ[pooler.PLACE] = str(_pooling[0].folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two tests at once for each core: half of them wait for a lease, a process or the disk."""
+    return min(2 * len(os.sched_getaffinity(0)), 16) if hasattr(os, "sched_getaffinity") else 4
 
 
 COUNTING = {
     "test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_nobody",
     "test_transactional_tasks_run_only_as_far_as_there_are_sessions",
     "test_a_thousand_jobs_at_once_need_no_more_connections_than_one",
+    "test_any_of_its_sessions_may_be_ended",
+    "test_a_server_that_says_no_is_asked_again_until_it_says_yes",
+    "test_a_worker_begins_when_it_is_let",
+    "test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_session_to_others",
 }
-"""Tests that count sessions of the server, or end a certain one."""
+"""Tests that count sessions of the server, end a certain one, or change what new ones may do."""
+
+WIRED = {
+    "test_a_database_that_takes_no_calls_is_waited_for_and_that_is_said_once",
+    "test_a_line_that_is_half_open_is_noticed_and_replaced[.sleep(]",
+    "test_a_listener_on_a_half_open_line_is_deaf_and_calls_again",
+}
+"""Tests of what is heard over a wire, which leads to the pooler."""
+
+LISTENING = {
+    "test_an_insert_that_is_rolled_back_wakes_nobody_and_leaves_nothing",
+    "test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_missed",
+    "test_without_notifications_work_is_found_by_polling[True]",
+    "test_a_queue_of_notifications_that_fills_up_is_a_warning",
+}
+"""Tests about notifications, and about who is not woken."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Through a pooler, the sessions of the server are not the worker's."""
+    """Through a pooler, the sessions of the server are not the worker's, and without an address to listen at nobody hears."""
+    if not pooler.MODE:
+        return
     for item in items:
-        if pooler.MODE and getattr(item, "originalname", item.name) in COUNTING:
+        names = {item.name, getattr(item, "originalname", item.name)}
+        if not pooler.PROGRAM:
+            item.add_marker(pytest.mark.skip(reason=pooler.MISSING))
+        elif names & COUNTING:
             item.add_marker(pytest.mark.skip(reason="the sessions it looks at belong to the pooler"))
+        elif names & WIRED or (pooler.MODE == "poll" and names & LISTENING):
+            item.add_marker(pytest.mark.skip(reason="it is about notifications, and has none here"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

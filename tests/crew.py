@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Self
 
 import psycopg
@@ -33,7 +32,6 @@ from psycopg.rows import dict_row
 
 import shiftwork
 from shiftwork import App, Context, logs
-from shiftwork.settings import format_duration
 from shiftwork.worker.signals import heeding
 from tests import pooler
 from tests.harness import Protocol
@@ -87,10 +85,8 @@ class Crew:
         As a `command` it is started as people do it.
         """
         dsn = dsn or self.dsn
-        settings |= pooler.settings(dsn)  # handlers go to the database themselves
-        if isinstance(poll := settings.get("poll"), timedelta):
-            settings["poll"] = format_duration(poll)
         given = {f"SHIFTWORK_{name.upper()}": str(value) for name, value in settings.items()}
+        given |= pooler.environment(dsn)  # handlers go to the database themselves
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHIFTWORK_")}
         process = subprocess.Popen(
             [sys.executable, *(COMMAND if command else ("-m", "tests.crew"))],

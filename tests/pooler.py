@@ -18,11 +18,17 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from shiftwork.settings import format_duration
+
 MODE = os.environ.get("SHIFTWORK_TEST_POOLER", "")
 PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+MISSING = "pgbouncer is not installed (Debian: apt install pgbouncer)"
 PORT = 6432
 PLACE = "SHIFTWORK_TEST_POOLER_AT"
 """Where the pooler of this run is, for the processes that run its tests."""
+
+WIRE = "shiftwork-wire-"
+SOON = timedelta(seconds=6)
 
 INI = """
 [databases]
@@ -46,7 +52,7 @@ class Pooler:
     """A pooler for as long as it is needed."""
 
     def __init__(self, server: str, *, size: int = 20, more: str = "") -> None:
-        assert PROGRAM, "pgbouncer is not installed"
+        assert PROGRAM, MISSING
         self.folder = Path(tempfile.mkdtemp(prefix="shiftwork-pool-"))
         given = conninfo_to_dict(server)
         host = str(given["host"])
@@ -100,17 +106,38 @@ class Pooler:
 
 
 def pooled(dsn: str) -> str:
-    """The same database, by way of the pooler of this run if it has one."""
-    place = os.environ.get(PLACE)
-    if not place or "shiftwork-wire-" in dsn:
-        return dsn  # what goes over a wire of a test's own goes to the pooler from there
-    return make_conninfo(dsn, host=place, port=PORT)
+    """The same database, by way of the pooler of this run if it has one; it leads to the server of the run only."""
+    if not is_pooled(dsn):
+        return dsn
+    return make_conninfo(dsn, host=os.environ[PLACE], port=PORT)
 
 
-def settings(dsn: str) -> dict[str, Any]:
-    """How a worker finds its database in this run."""
-    if not os.environ.get(PLACE):
+def is_pooled(dsn: str) -> bool:
+    """Whether workers find this database through a pooler: it is on the server of the run, and no wire leads there."""
+    if PLACE not in os.environ:
+        return False
+    return conninfo_to_dict(dsn).get("host") == conninfo_to_dict(os.environ["SHIFTWORK_TEST_SERVER"]).get(
+        "host"
+    )
+
+
+def settings(dsn: str, lease: timedelta | None = None) -> dict[str, Any]:
+    """How a worker finds its database in this run, and what it learns there and when.
+
+    Without notifications it hears with a heartbeat that a job is to be cancelled, so none is far away. What goes over a wire
+    of a test's own goes to the pooler from there, and cannot listen.
+    """
+    if PLACE not in os.environ or not (is_pooled(dsn) or WIRE in dsn):
         return {}
-    if MODE == "listen" and "shiftwork-wire-" not in dsn:
+    if MODE == "listen" and WIRE not in dsn:
         return {"dsn": pooled(dsn), "listen_dsn": dsn}
-    return {"dsn": pooled(dsn), "notify": False, "poll": timedelta(milliseconds=100)}
+    soon = {} if lease is None or lease <= SOON else {"lease": SOON}
+    return {"dsn": pooled(dsn), "notify": False, "poll": timedelta(milliseconds=100), **soon}
+
+
+def environment(dsn: str) -> dict[str, str]:
+    """The same for a worker in a process of its own."""
+    return {
+        f"SHIFTWORK_{name.upper()}": format_duration(value) if isinstance(value, timedelta) else str(value)
+        for name, value in settings(dsn).items()
+    }

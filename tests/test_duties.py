@@ -365,7 +365,8 @@ async def test_a_worker_says_with_its_heartbeats_what_it_does_and_costs(app: App
         await shop.worker._leases.reconcile()
         assert len(protocol.rows("select 1 from {}.snapshots")) == 1, "every five seconds at most"
         details = protocol.value("select details from {}.workers where id = %s", shop.worker.id)
-        assert (details["concurrency"], details["prefetch"], details["lease"]) == (2, 1, 30)
+        lease = shop.worker.settings.lease.total_seconds()
+        assert (details["concurrency"], details["prefetch"], details["lease"]) == (2, 1, lease)
         assert set(details["tasks"]) == {"idle", "work"}
         latch.release()
 

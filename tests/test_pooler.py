@@ -21,12 +21,10 @@ from shiftwork.events import (
 )
 from shiftwork.worker import waking
 from tests.harness import Protocol
-from tests.pooler import PROGRAM, Pooler
+from tests.pooler import MISSING, PROGRAM, Pooler
 from tests.workshop import Latch, Workshop
 
-pytestmark = pytest.mark.skipif(
-    not PROGRAM, reason="pgbouncer is not installed (Debian: apt install pgbouncer)"
-)
+pytestmark = pytest.mark.skipif(not PROGRAM, reason=MISSING)
 
 AT_ONCE = Retry(delays=timedelta(), jitter=0)
 KINDS = ("quick", "plain", "transfer", "transfer_blocking")

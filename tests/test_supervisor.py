@@ -20,6 +20,7 @@ from shiftwork import events
 from shiftwork.settings import Settings
 from shiftwork.supervisor import GAVE_UP, Supervisor
 from shiftwork.systemd import Systemd
+from tests import pooler
 from tests.crew import Crew, jobs
 from tests.test_cli import SHIFTWORK
 from tests.test_cli_worker import ROOT, surroundings
@@ -82,7 +83,11 @@ def supervised(
     """A supervisor in a process of its own, which is ended with the block, and so are those it started."""
     command = [*SHIFTWORK, "worker", where, "--log-format", "json", *arguments]
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, cwd=cwd, env=surroundings(dsn, **environment)
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=surroundings(dsn, **pooler.environment(dsn), **environment),
     ) as process:
         try:
             yield Supervised(process)

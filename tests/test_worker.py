@@ -32,7 +32,6 @@ from shiftwork.events import (
     JobBegan,
     JobEnded,
     JobStopped,
-    ListenerProven,
     WorkerStarted,
     WorkerStopped,
 )
@@ -729,7 +728,7 @@ async def test_a_running_async_handler_is_cancelled_with_the_reason(app: App, no
     lease = timedelta(minutes=5) if notify else timedelta(seconds=1)
     async with app, Workshop(app, notify=notify, lease=lease) as shop:
         if notify:
-            await shop.event(ListenerProven)
+            await shop.asleep()
         job = await work.aenqueue()
         if not notify:
             shop.worker._wake()
@@ -769,7 +768,7 @@ async def test_a_running_plain_function_is_told_and_interrupted_at_its_next_word
             raise
 
     async with app, Workshop(app, lease=timedelta(minutes=5), concurrency=1) as shop:
-        await shop.event(ListenerProven)
+        await shop.asleep()
         job = await work.aenqueue()
         await latch.reached()
         assert await job.acancel("changed our mind") == "signalled"
@@ -793,7 +792,7 @@ async def test_a_failure_after_a_request_to_cancel_is_not_tried_again(app: App) 
             raise Unforeseen("while tidying up")
 
     async with app, Workshop(app) as shop:
-        await shop.event(ListenerProven)
+        await shop.asleep()
         job = await work.aenqueue()
         await latch.reached()
         await job.acancel()
@@ -849,7 +848,7 @@ async def test_a_job_that_is_completed_from_outside_is_taken_from_its_handler(ap
         return "ours"
 
     async with app, Workshop(app, lease=timedelta(minutes=5)) as shop:
-        await shop.event(ListenerProven)
+        await shop.asleep()
         job = await work.aenqueue()
         await latch.reached()
         assert await shop.value("select shiftwork.complete(%s, '\"theirs\"')", job.id) == "completed"

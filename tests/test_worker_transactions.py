@@ -12,7 +12,7 @@ import pytest
 
 from shiftwork import App, ConfigurationError, Context, Poison, Retry, State
 from shiftwork.database import Statement
-from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased, ListenerProven
+from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased
 from shiftwork.worker.transactions import Transactions, Unsure
 from tests.workshop import Latch, Workshop
 
@@ -328,7 +328,7 @@ async def test_a_transactional_handler_can_be_cancelled_in_the_middle_of_a_state
         "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'"
     )
     async with app, Workshop(app, lease=timedelta(minutes=5)) as shop:
-        await shop.event(ListenerProven)
+        await shop.asleep()
         job = await work.aenqueue()
         await shop.found(lambda: shop.value(sleeping))
         assert await job.acancel("enough") == "signalled"
@@ -426,7 +426,7 @@ async def test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_
         "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
     )
     async with app, Workshop(app, transactions=1) as shop:
-        await shop.event(ListenerProven)
+        await shop.asleep()
         for task in (work, plain, work):
 
             async def once(task: Any = task) -> int:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.pooler import pooled
+from tests.pooler import WIRE, pooled
 
 DONE = b"Z\x00\x00\x00\x05"
 """How the server says that it has answered."""
@@ -36,7 +36,7 @@ class Wire:
             info = connection.info
             self._there = Path(info.host) / f".s.PGSQL.{info.port}" if info.host.startswith("/") else None
             self._address = (info.host, info.port)
-        self._folder = Path(tempfile.mkdtemp(prefix="shiftwork-wire-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=WIRE))
         given = conninfo_to_dict(dsn)
         given.pop("hostaddr", None)
         self.dsn = make_conninfo("", **{**given, "host": str(self._folder), "port": 5432})
