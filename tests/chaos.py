@@ -194,9 +194,11 @@ class Havoc:
             with psycopg.connect(self.station.dsn, autocommit=True) as connection:
                 connection.execute(TABLES)
                 connection.execute(ROUTINE.encode())
-            began = time.monotonic()
             for _ in range(self.size.workers):
                 self._hire()
+            while len(self._ask("select from shiftwork.workers")) < self.size.workers:
+                time.sleep(0.1)  # what is done to them is spread over the time in which they work
+            began = time.monotonic()
             lanes = {
                 "kill": (self.kill, self.size.kills),
                 "kill a child": (self.kill_child, self.size.children),
