@@ -60,8 +60,11 @@ def test_with_a_key_there_is_one_waiting_job_for_each_value(protocol: Protocol) 
     make(protocol, "report", "year int", "region text", "note? text", "--key", "year", "--key", "region")
     first = protocol.value("select enqueue_report(2025, 'north', 'a')")
     assert protocol.value("select enqueue_report(2025, 'north', 'b')") == first
-    assert protocol.value("select enqueue_report(2026, 'north')") != first
-    assert protocol.value("select enqueue_report(2025, 'south')") != first
+    others = [
+        protocol.value("select enqueue_report(%s, %s)", *key)
+        for key in ((2026, "north"), (2025, "south"), (2025, "north 1"), (2025, None))
+    ]
+    assert len({first, *others}) == 5
     assert jobs(protocol)[0]["payload"] == {"year": 2025, "region": "north", "note": "a"}
 
 
@@ -105,6 +108,8 @@ def test_it_can_be_made_at_once_and_again(protocol: Protocol, dsn: str) -> None:
         (("t", "ids int; drop table x"), "is no argument"),
         (("t", "ids int[]", "--merge", "id=union"), "there is no argument 'id'; there are: ids"),
         (("t", "ids int[]", "--merge", "ids=mix"), "'mix' is no way to merge; there are: append"),
+        (("t", "a? int", "b int"), "arguments that may be left out come last"),
+        (("t", "a int", "a text"), "two arguments have the same name"),
         (("t", "--key", "year"), "there is no argument 'year'; there are: none"),
         (("t", "--function", "x" * 64), "cannot be a name in PostgreSQL"),
         (("",), "cannot be used as the name of a task"),

@@ -337,7 +337,6 @@ class SqlTask(Sending[..., Any]):
                 f"task {name!r}: what a routine fails with has a code, and so retry takes on=('40001', …) and nothing else"
             )
         super().__init__(app, Signature(name, _any_payload), options)
-        self.timeout = running.timeout
         self.max_running = running.max_running
         kept = ("queue", "priority", "unique_scope", "unique_action", "unique_window", "merge")
         self.routine = operations.Routine(

@@ -109,10 +109,16 @@ def written(
     for name in (*keys, *(merge if isinstance(merge, dict) else ())):
         if name not in names:
             raise InvalidArgument(f"there is no argument {name!r}; there are: {', '.join(names) or 'none'}")
+    if len(set(names)) < len(names):
+        raise InvalidArgument("two arguments have the same name")
+    if arguments != sorted(arguments, key=lambda one: one.optional):
+        raise InvalidArgument("arguments that may be left out come last")
     options = []
-    if keys or merge is not None:
-        parts = [quoted(task), *(f"${names.index(key) + 1}" for key in keys)]
-        options.append(f"unique_key => {_joined(parts)}")
+    if keys:
+        values = ", ".join(f"${names.index(key) + 1}" for key in keys)
+        options.append(f"unique_key => jsonb_build_array({quoted(task)}, {values})::text")
+    elif merge is not None:
+        options.append(f"unique_key => {quoted(task)}")
     if merge is not None:
         options.append(f"unique_action => 'merge', merge => {quoted(json.dumps(merge))}")
     given = "".join(f",\n    {option}" for option in options)
@@ -149,10 +155,6 @@ def _payload(arguments: Sequence[Argument]) -> str:
         if one.optional
     )
     return f"jsonb_build_object({always}){sometimes}"
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"concat_ws(' ', {', '.join(parts)})"
 
 
 def _called(task: str, called: str | None) -> str:
