@@ -12,6 +12,7 @@ import shiftwork
 from shiftwork import events
 from shiftwork.logs import set_up
 
+CONCURRENCY = 1000
 app = shiftwork.App()
 
 
@@ -44,8 +45,26 @@ def look_on(event: events.Event) -> None:
     seen[type(event).__name__] += 1
 
 
+def look_at_claim(claim: shiftwork.Round) -> None:
+    """Ask for no more than there is room for, as a program with a budget does."""
+    claim.limit(CONCURRENCY)
+
+
+def look_at_job(job: shiftwork.Job) -> None:
+    """Before a job, in a plain function."""
+    seen["before"] += 1
+
+
+async def look_at_end(job: shiftwork.Job, failure: str | None) -> None:
+    """After it, in an async one."""
+    seen["failed" if failure else "well"] += 1
+
+
 if __name__ == "__main__":
     if app.settings.metrics_port:
         app.subscribe(look_on)
+        app.before_claim(look_at_claim)
+        app.before_job(look_at_job)
+        app.after_job(look_at_end)
     set_up(app.settings.log_level, app.settings.log_format)
     sys.exit(0 if app.run_worker() else 1)

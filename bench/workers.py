@@ -420,7 +420,7 @@ def idle(bench: Bench) -> None:
 
 
 def metrics(bench: Bench) -> None:
-    """Everything on that can look on, and somebody who scrapes every second, against nothing but log lines."""
+    """Every hook, a subscriber and metrics, and somebody who scrapes every second, against nothing but log lines."""
     jobs = bench.count(100_000)
     bench.pairs(
         "a worker that is looked at, against one that is not",

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from psycopg import sql
 
-from shiftwork import App, Job
+from shiftwork import App, Context, Job
 from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookRan, JobBegan, JobEnded
 from shiftwork.worker.hooks import Round
 from tests.harness import Protocol
@@ -282,3 +282,60 @@ async def test_what_comes_after_a_job_runs_although_it_was_cancelled(app: App) -
         await shop.ended(job, state="cancelled")
         assert len(told) == 1
         assert told[0] is not None
+
+
+@pytest.mark.parametrize(("kind", "state"), [("before", "cancelled"), ("after", "completed")])
+async def test_a_job_is_cancelled_while_a_hook_waits_and_its_slot_goes_on(
+    app: App, kind: str, state: str
+) -> None:
+    # spec: SG-3, D-29
+    latch = Latch()
+    told: list[str] = []
+
+    @app.task
+    async def work() -> None:
+        told.append("work")
+
+    @app.before_job
+    async def before(job: Job) -> None:
+        if kind == "before" and job.attempt == 1 and not told:
+            await latch.hold()
+
+    @app.after_job
+    async def after(job: Job, failure: str | None) -> None:
+        told.append("after")
+        if kind == "after" and told == ["work", "after"]:
+            await latch.hold()
+
+    async with app, Workshop(app, concurrency=1) as shop:
+        job = await work.aenqueue()
+        await latch.reached()
+        await job.acancel()
+        await shop.ended(job, state=state)
+        assert told == (["after"] if kind == "before" else ["work", "after"])
+        other = await work.aenqueue()
+        await shop.ended(other, state="completed")
+        assert told[-2:] == ["work", "after"]
+
+
+async def test_hooks_see_the_job_as_its_handler_does(app: App) -> None:
+    # spec: SG-3
+    seen: list[Job] = []
+
+    @app.task
+    async def work(context: Context, n: int) -> None:
+        seen.append(context.job)
+
+    @app.before_job
+    def before(job: Job) -> None:
+        seen.append(job)
+
+    async with app, Workshop(app) as shop:
+        await shop.ended(await work.using(tags=["blue"], priority=3).aenqueue(5))
+    [hooked, handled] = seen
+    assert hooked == handled
+    assert handled == hooked
+    assert repr(hooked) == repr(handled)
+    assert (hooked.payload, hooked.tags, hooked.priority) == ({"n": 5}, ("blue",), 3)
+    with pytest.raises(AttributeError, match="no 'colour'"):
+        hooked.colour  # type: ignore[attr-defined]  # noqa: B018

@@ -210,6 +210,38 @@ class Job:
         )
 
 
+class Claimed(Job):
+    """A job that a worker has just claimed, read only when somebody looks at it: most hooks look at little, and some at nothing."""
+
+    __slots__ = ("_seed",)
+    __qualname__ = "Job"
+    _seed: Any
+
+    def __init__(self, run: Any) -> None:  # noqa: ANN401
+        """`run` has the row as it was `taken`, by which worker and when it was claimed."""
+        object.__setattr__(self, "_seed", run)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Called once, for the first field that is asked for: then all of them are there."""
+        if name not in Job.__slots__:
+            raise AttributeError(f"a job has no {name!r}")
+        whole = self._whole
+        for field_name in Job.__slots__:
+            object.__setattr__(self, field_name, getattr(whole, field_name))
+        return getattr(whole, name)
+
+    @property
+    def _whole(self) -> Job:
+        run = self._seed
+        return Job.from_claim(run.taken, run.worker, run.claimed_at)
+
+    def __eq__(self, other: object) -> bool:
+        return self._whole == (other._whole if isinstance(other, Claimed) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._whole)
+
+
 _PLAIN = (
     *("id", "task", "queue", "priority", "attempt", "failures", "resets", "max_attempts"),
     *("unique_key", "worker"),

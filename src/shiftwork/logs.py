@@ -35,7 +35,7 @@ class Telling:
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether an event of this kind may become a line; those of every job are many, and not even made in vain."""
-        return kind is not events.JobBegan or self._logger.isEnabledFor(logging.DEBUG)
+        return kind not in (events.JobBegan, events.HookRan) or self._logger.isEnabledFor(logging.DEBUG)
 
     def __call__(self, event: Event) -> None:
         level, words = _words(event)

@@ -6,6 +6,7 @@ Every ending is a value. Nothing that a handler does or raises gets past here.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -34,19 +35,18 @@ from shiftwork.errors import (
     UnfitArguments,
     UnknownHandler,
 )
-from shiftwork.events import Event
-from shiftwork.job import Job, State
+from shiftwork.job import Claimed, Job, State
 from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
-from shiftwork.worker.hooks import Hooks, call
+from shiftwork.worker.hooks import Hooks
 from shiftwork.worker.interruption import Interruption
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
 from shiftwork.worker.settling import Settling
-from shiftwork.worker.slots import Deadlines, Isolated
+from shiftwork.worker.slots import Deadlines, Isolated, Waiting
 from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
@@ -94,7 +94,7 @@ class Attempts:
         processes: Processes,
         *,
         hooks: Hooks,
-        publish: Callable[[Event], None],
+        hook_ran: Callable[[Run, str, float, str | None], None],
         middleware: Sequence[Middleware] = (),
         waits: Callable[[], None],
         closing: Callable[[], bool],
@@ -111,7 +111,7 @@ class Attempts:
         self._processes = processes
         self._hooks = hooks
         self._hooked = bool(hooks.before_job or hooks.after_job)
-        self._publish = publish
+        self._hook_ran = hook_ran
         self._middleware = tuple(middleware)
         self._waits = waits
         self._closing = closing
@@ -134,18 +134,23 @@ class Attempts:
             or task.transaction
             or task.executor != "loop"
             or self._middleware
-            or self._hooked
             or run.stop is not None
         ):
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
+        if self._hooked:
+            return self._begin_hooked(run)
+        self._began(run)
+        ending = self._first_step(run)
+        return self._attempt(run, ending) if isinstance(ending, tuple) else self._ended(run, ending)
+
+    def _first_step(self, run: Run) -> Ending | Begun:
+        """How the handler ended, if its first step was its only one; else what is left of it."""
         try:
             call = self._prepared(run)
         except Exception as error:  # noqa: BLE001  -- every ending is a value
-            self._began(run)
-            return self._ended(run, Raised(error))
-        self._began(run)
+            return Raised(error)
         run.began = time.perf_counter()
         try:
             step = Isolated(call(), run)
@@ -153,30 +158,40 @@ class Attempts:
         except StopIteration as end:
             ending: Ending = Returned(end.value)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
-            if _retry(task).repeats(error, 0):
-                return self._attempt(run, (call, _raise(error)))
+            if _retry(run.task).repeats(error, 0):
+                return call, _raise(error)
             ending = Raised(error)
         else:
             self._waits()
-            return self._attempt(run, (call, step))
+            return call, step
         run.took = time.perf_counter() - run.began
-        return self._ended(run, ending)
+        return ending
 
     async def _attempt(
-        self, run: Run, begun: Begun | None = None, *, held: Awaitable[None] | None = None
+        self,
+        run: Run,
+        begun: Begun | None = None,
+        *,
+        held: Awaitable[None] | None = None,
+        between: Awaitable[Fate] | None = None,
     ) -> None:
         """From the claimed job to its outcome, which is then written by others."""
+        fresh = begun is None and between is None
         try:
-            if begun is None:
+            if fresh:
                 await self._reached("began") if held is None else await held
-            if run.stop is not None and begun is None:
+            if run.stop is not None and fresh:
                 ending: Fate = Raised(Interrupted(run.stop.value))
             else:
-                if begun is None:
+                if fresh:
                     self._began(run)
                     run.began = time.perf_counter()
-                if self._hooked:
-                    ending = await self._between_hooks(run)
+                if between is not None:
+                    ending = await between
+                elif self._hooked:
+                    job = Claimed(run)
+                    before = self._tell_hooks(run, "before_job", self._hooks.before_job, job)
+                    ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
                 run.took = time.perf_counter() - run.began
@@ -187,31 +202,97 @@ class Attempts:
         if (rest := self._ended(run, ending)) is not None:
             await rest
 
-    async def _between_hooks(self, run: Run) -> Fate:
-        """Those before the job, the job, and, whatever came of it, those after."""
-        job = Job.from_claim(run.taken, run.worker, run.claimed_at)
-        failure: str | None = "it was stopped"
-        for hook in self._hooks.before_job:
-            await self._hook(run, "before_job", hook, job)
-        try:
-            run.began = time.perf_counter()
-            ending = await self._called(run, None)
-            failure = _failure(ending)
-            return ending
-        finally:
-            for after in self._hooks.after_job:
-                await self._hook(run, "after_job", after, job, failure)
+    def _begin_hooked(self, run: Run) -> Coroutine[Any, Any, None] | None:
+        """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
+        self._began(run)
+        run.began = time.perf_counter()
+        job = Claimed(run)
+        if (waiting := self._tell_hooks(run, "before_job", self._hooks.before_job, job)) is not None:
+            self._waits()
+            return self._attempt(run, between=self._between_hooks(run, job, waiting))
+        ending = self._first_step(run)
+        if isinstance(ending, tuple):
+            return self._attempt(run, between=self._between_hooks(run, job, None, ending))
+        failure = None if isinstance(ending, Returned) else _failure(ending)
+        if (waiting := self._tell_hooks(run, "after_job", self._hooks.after_job, job, failure)) is not None:
+            self._waits()
+            return self._attempt(run, between=self._after_hooks(run, waiting, ending))
+        return self._ended(run, ending)
 
-    async def _hook(self, run: Run, kind: str, hook: Callable[..., Any], *given: object) -> None:
-        """A hook that fails is a warning on the job, and changes nothing."""
-        began, failed = time.perf_counter(), None
+    async def _between_hooks(
+        self, run: Run, job: Job, before: Awaitable[None] | None, begun: Begun | None = None
+    ) -> Fate:
+        """What is left of hooks before the job, the job, and, whatever came of it, hooks after it."""
+        ending: Fate = Raised(Interrupted("it was stopped"))
         try:
-            await call(hook, *given)
+            if before is not None:
+                await before
+            if begun is None:
+                run.began = time.perf_counter()
+            ending = await self._called(run, begun)
+        except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
+            ending = self._raised(run, error)
+        finally:
+            after = self._tell_hooks(run, "after_job", self._hooks.after_job, job, _failure(ending))
+            if after is not None:
+                await self._after_hooks(run, after, ending)
+        return ending
+
+    async def _after_hooks(self, run: Run, waiting: Awaitable[None], ending: Fate) -> Fate:
+        """Let hooks after a job end; whoever is told to stop meanwhile has ended already."""
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if run.stop is None:
+                raise
+        return ending
+
+    def _tell_hooks(
+        self, run: Run, kind: str, hooks: Sequence[Callable[..., Any]], *given: object
+    ) -> Coroutine[Any, Any, None] | None:
+        """Call hooks, one after the other; what is left to await, if one of them waits.
+
+        One that fails is a warning on the job, and changes nothing.
+        """
+        for place, hook in enumerate(hooks):
+            began, failed = time.perf_counter(), None
+            try:
+                answer = hook(*given)
+                if answer is not None and inspect.isawaitable(answer):
+                    step = answer if inspect.iscoroutine(answer) else _waited_for(answer)
+                    try:
+                        pending = step.send(None)
+                    except StopIteration:
+                        pass
+                    else:
+                        left = (Waiting(step, pending), began)
+                        return self._rest_of_hooks(run, kind, left, hooks[place + 1 :], *given)
+            except Exception as error:  # noqa: BLE001  -- it is not ours
+                failed = self._hook_failed(run, kind, error)
+            self._hook_ran(run, kind, time.perf_counter() - began, failed)
+        return None
+
+    async def _rest_of_hooks(
+        self,
+        run: Run,
+        kind: str,
+        waiting: tuple[Waiting, float],
+        hooks: Sequence[Callable[..., Any]],
+        *given: object,
+    ) -> None:
+        (step, began), failed = waiting, None
+        try:
+            await step
         except Exception as error:  # noqa: BLE001  -- it is not ours
-            failed = f"{type(error).__name__}: {error}"
-            self._settling.log(run, "warning", f"{kind} failed: {failed}")
-        taken = time.perf_counter() - began
-        self._publish(events.HookRan(kind, run.id, run.name, run.queue, run.attempt, taken, failed))
+            failed = self._hook_failed(run, kind, error)
+        self._hook_ran(run, kind, time.perf_counter() - began, failed)
+        if (rest := self._tell_hooks(run, kind, hooks, *given)) is not None:
+            await rest
+
+    def _hook_failed(self, run: Run, kind: str, error: Exception) -> str:
+        failed = f"{type(error).__name__}: {error}"
+        self._settling.log(run, "warning", f"{kind} failed: {failed}")
+        return failed
 
     def _ended(self, run: Run, ending: Fate) -> Coroutine[Any, Any, None] | None:
         run.ended = True
@@ -533,6 +614,10 @@ def lent(connection: object, schema: str, plan: Plan[None], then: Callable[[], N
 
 def _retry(task: Task) -> Retry:
     return task.retry or USUAL
+
+
+async def _waited_for(answer: Awaitable[None]) -> None:
+    await answer
 
 
 async def _raise(error: BaseException) -> None:

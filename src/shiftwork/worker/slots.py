@@ -142,20 +142,44 @@ class Isolated:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         """All steps but the first."""
-        coroutine, step, pending = self._coroutine, self._context.run, self._pending
-        while True:
+        return rest_of(self._coroutine, self._pending, self._context.run)
+
+
+def rest_of(
+    coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+) -> Generator[Any, Any, Any]:
+    """What is left of a coroutine whose first step was taken by hand, and waits for this."""
+    while True:
+        try:
             try:
-                try:
-                    answer = yield pending
-                except GeneratorExit:
-                    step(coroutine.close)
-                    raise
-                except BaseException as error:  # noqa: BLE001  -- whatever is thrown in is the handler's to deal with
-                    pending = step(coroutine.throw, error)
-                else:
-                    pending = step(coroutine.send, answer)
-            except StopIteration as end:
-                return end.value
+                answer = yield pending
+            except GeneratorExit:
+                step(coroutine.close)
+                raise
+            except BaseException as error:  # noqa: BLE001  -- whatever is thrown in is its own to deal with
+                pending = step(coroutine.throw, error)
+            else:
+                pending = step(coroutine.send, answer)
+        except StopIteration as end:
+            return end.value
+
+
+class Waiting:
+    """A coroutine that waits after its first step; whoever awaits this goes on with it."""
+
+    __slots__ = ("_coroutine", "_pending")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], pending: object) -> None:
+        self._coroutine = coroutine
+        self._pending = pending
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        """All steps but the first."""
+        return rest_of(self._coroutine, self._pending, _directly)
+
+
+def _directly(step: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+    return step(*given)
 
 
 class Deadlines:

@@ -176,7 +176,7 @@ class Worker:
     async def run(self) -> bool:
         """Claim and run jobs until asked to stop; return when the last one is settled. Says whether all went well."""
         self._asking = Asking(self._hooks.before_claim, self._publish)
-        self._told_beginnings = [*filter(_wants_beginnings, self._subscribers)]
+        self._ask_subscribers()
         self._line = Line(self.settings, self._name, self._revive)
         self._leases = Leases(
             self.settings,
@@ -216,7 +216,7 @@ class Worker:
             self._transactions,
             self._processes,
             hooks=self._hooks,
-            publish=self._publish,
+            hook_ran=self._hook_ran,
             middleware=self._middleware,
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
@@ -341,7 +341,12 @@ class Worker:
     def subscribe(self, subscriber: Subscriber) -> None:
         """Let a function see what happens from now on."""
         self._subscribers.append(subscriber)
-        self._told_beginnings = [*filter(_wants_beginnings, self._subscribers)]
+        self._ask_subscribers()
+
+    def _ask_subscribers(self) -> None:
+        """Who wants to hear of what happens with every job, and is not worth an event otherwise."""
+        self._told_beginnings = [one for one in self._subscribers if _wants(one, events.JobBegan)]
+        self._told_hooks = [one for one in self._subscribers if _wants(one, events.HookRan)]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -710,6 +715,13 @@ class Worker:
             began = events.JobBegan(run.id, run.name, run.queue, run.attempt)
             self._publish(began, self._told_beginnings)
 
+    def _hook_ran(self, run: Run, hook: str, seconds: float, failed: str | None) -> None:
+        """All hear of one that failed; of the others, who wants to."""
+        subscribers = self._told_hooks if failed is None else self._subscribers
+        if subscribers:
+            ran = events.HookRan(hook, run.id, run.name, run.queue, run.attempt, seconds, failed)
+            self._publish(ran, subscribers)
+
     def _heard_work(self, queue: str) -> None:
         if queue in {"", REGISTRY}:
             self._registry.told()
@@ -980,9 +992,9 @@ def _end(run: Run, outcome: Outcome | None, answer: str) -> Event:
     return events.JobEnded(*job, outcome.state, run.took, outcome.error, delay)
 
 
-def _wants_beginnings(subscriber: Subscriber) -> bool:
+def _wants(subscriber: Subscriber, kind: type[Event]) -> bool:
     wants: Callable[[type[Event]], bool] | None = getattr(subscriber, "wants", None)
-    return wants is None or wants(events.JobBegan)
+    return wants is None or wants(kind)
 
 
 _task_of = itemgetter(1)
