@@ -543,7 +543,7 @@ async def test_steps_are_kept_with_the_row_and_who_was_superseded_writes_none(
         assert store.add_log(context, "build") == 1
         context.log.info("built")
         table.execute(
-            "update example_jobs set state = 'queued', worker_hostname = 'another' where id = %s", (job,)
+            "update example_jobs set state = 'failed', worker_hostname = 'another' where id = %s", (job,)
         )
         for write in (store.aadd_log(context, "late"), store.achange_log(context, 0, out="late")):
             try:

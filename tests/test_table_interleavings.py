@@ -23,7 +23,7 @@ from shiftwork.database import Statement, executing, run
 from shiftwork.job import Job, State
 from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
-from shiftwork.stores import table
+from shiftwork.stores.wording import SQL
 from tests.explorer import DAY, LEASE, Explorer, Hold, Session, Turn, Worker
 from tests.test_conformance import TABLE, WITH_ATTEMPT
 
@@ -361,11 +361,8 @@ def test_no_interleaving_breaks_an_invariant_of_a_table(dsn: str, ddl: str) -> N
 
 
 def test_a_resetter_that_does_not_mind_locks_is_found(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        table,
-        "REAP",
-        table.REAP.replace("for update of job skip locked", "for no key update of job skip locked"),
-    )
+    lax = SQL["reap"].replace("for update of job skip locked", "for no key update of job skip locked")
+    monkeypatch.setitem(SQL, "reap", lax)
     explorer = TableExplorer(dsn, TABLE)
     explorer.only(insert=1, claim=4, fence=6, reap=6)
     with closing(explorer), pytest.raises(AssertionError, match="was taken from a transaction that holds it"):

@@ -21,7 +21,8 @@ from shiftwork.job import check_name
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings
-from shiftwork.stores.table import DIED, STATES, Layout, Table, relation
+from shiftwork.stores.layout import DIED, STATES, Layout, relation
+from shiftwork.stores.table import Table
 from shiftwork.task import AsyncTask, Executor, Options, PlainTask, Task
 from shiftwork.worker import Worker
 

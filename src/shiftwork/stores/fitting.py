@@ -10,9 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from shiftwork.database import Rows
-from shiftwork.stores.table import COLUMNS, STATES, Column, Table, literal, quoted
+from shiftwork.stores.layout import COLUMNS, STATES, Column, literal, quoted, relation
+
+if TYPE_CHECKING:
+    from shiftwork.stores.table import Table
 
 WHOLE = ("bigint", "integer", "smallint")
 TEXT = ("text", "character varying")
@@ -217,7 +221,7 @@ def _columns(store: Table) -> Iterator[str]:
     if "attempt" in absent and store.fence_column == "started_at":
         absent.remove("attempt")  # one fence is enough
     for our in absent:
-        yield f"alter table {_plain(store.table)} add column if not exists {_quoted(store, our)} {MADE[our]};"
+        yield f"alter table {_plain(relation(store.layout.table))} add column if not exists {_quoted(store, our)} {MADE[our]};"
 
 
 def indexes(store: Table) -> Iterator[str]:
@@ -240,12 +244,12 @@ def is_indexed(store: Table, rows: Rows) -> bool:
 
 
 def _index(store: Table, what: str, columns: str, where: str) -> str:
-    return f"create index if not exists {quoted(_named(store, what))} on {_plain(store.table)} ({columns}) where {where};"
+    return f"create index if not exists {quoted(_named(store, what))} on {_plain(relation(store.layout.table))} ({columns}) where {where};"
 
 
 def _triggers(store: Table) -> Iterator[str]:
     """One says after every INSERT that there is work; the other, that a job is to be looked at since somebody cancels it."""
-    table, (wake, cancel) = _plain(store.table), store.channels
+    table, (wake, cancel) = _plain(relation(store.layout.table)), store.channels
     for what, channel, payload, when in (
         ("wake", wake, "tg_argv[1]", "after insert"),
         ("cancel", cancel, f"new.{_quoted(store, 'id')}::text", ""),
@@ -297,5 +301,5 @@ def _named(store: Table, what: str) -> str:
 
 def _beside(store: Table, name: str) -> str:
     """A function in the schema of the table."""
-    *schema, _ = re.findall(r'"(?:[^"]|"")+"', _plain(store.table))
+    *schema, _ = re.findall(r'"(?:[^"]|"")+"', _plain(relation(store.layout.table)))
     return ".".join([*schema, quoted(name)])

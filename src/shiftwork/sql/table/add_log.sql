@@ -1,0 +1,7 @@
+-- Begin an entry of the logs of a row that is held: its place, or an error.
+with <here>, done as (
+  update <table> as job set <logs> = coalesce(job.<logs>, '{}') || array[%s::<log_type>]
+    from here, (select %s::bigint as attempt) as hold
+   where job.<id> = %s::bigint and <held> returning cardinality(job.<logs>) - 1 as place
+)
+select coalesce(min(done.place)::text, <unless_one>)::int as place from done
