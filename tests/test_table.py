@@ -22,7 +22,7 @@ import shiftwork
 from shiftwork import Retry, TableStore, operations
 from shiftwork.database import Plan, executing, run
 from shiftwork.errors import ConfigurationError, FenceLost, InvalidArgument, NotInstalled
-from shiftwork.events import ClaimHookFailed, JobEnded, JobLost, JobStopped, Reaped
+from shiftwork.events import ClaimHookFailed, JobEnded, JobLost, JobRefused, JobStopped, LeaseRenewed, Reaped
 from shiftwork.stores.fitting import installation
 from shiftwork.stores.table import Table
 from tests.test_conformance import TABLE
@@ -716,3 +716,45 @@ async def test_nothing_is_enqueued_with_a_row(table: Connection, dsn: str) -> No
 
     await store.arun_worker(stop_when_idle=True)
     assert "with which nothing can be enqueued" in row(table, job)["failure_message"]
+
+
+# spec: SG-12, SG-16, SG-25
+async def test_a_row_that_a_trigger_will_not_have_changed_keeps_nobody_else(
+    table: Connection, dsn: str
+) -> None:
+    # fault: F29
+    table.execute(
+        """create function refuse() returns trigger language plpgsql as $$ begin raise 'not this one'; end $$;
+           create trigger refuse before update on example_jobs for each row when (old.repository_id = 13)
+             execute function refuse()"""
+    )
+    old: dict[str, Any] = {"state": "processing", "last_heartbeat_at": datetime(2020, 1, 1, tzinfo=UTC)}
+    [stuck] = insert(table, repository_id=13, **old)
+    [lost] = insert(table, **old)
+    [hostile] = insert(table, repository_id=13)
+    fine = insert(table, 3)
+    [turned] = insert(table, repository_id=7)
+    store = TableStore("example_jobs", dsn=dsn, lease=timedelta(seconds=1))
+    latch = Latch()
+
+    @store.handler
+    async def handle(record: dict[str, Any]) -> None:
+        if record["id"] == turned:
+            await latch.hold()
+
+    async with Workshop(store, concurrency=20) as shop:
+        await shop.ended(*fine, lost)
+        assert shop.seen(JobRefused, job=hostile)
+        assert (await shop.event(Reaped)).jobs[stuck] == "refused"
+        await latch.reached()
+        table.execute(
+            "update example_jobs set repository_id = 13 where id = %s", (turned,)
+        )  # it cannot be renewed any more
+        more = insert(table, 2)
+        await shop.ended(*more)
+        await shop.event(LeaseRenewed, times=len(shop.seen(LeaseRenewed)) + 3)
+        assert not shop.seen(JobStopped)
+        table.execute("drop trigger refuse on example_jobs")
+        latch.release()
+        await shop.ended(turned)
+    assert (row(table, hostile)["state"], row(table, stuck)["state"]) == ("queued", "processing")

@@ -147,7 +147,7 @@ class JobReleased(Event, frozen=True):
 
 
 class JobRefused(Event, frozen=True):
-    """An outcome cannot be written as it is."""
+    """An outcome cannot be written as it is; or a job cannot even be claimed, and is left out for a while."""
 
     job: int
     task: str

@@ -80,6 +80,10 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             )
         case events.JobReleased(job, task, queue, attempt, why):
             return logging.INFO, f"job {job} {task} (queue {queue}, attempt {attempt}) is given back ({why})"
+        case events.JobRefused(job, task, queue, 0, _):
+            return logging.ERROR, (
+                f"job {job} {task} (queue {queue}): the database will not have it claimed; it is left out for a while"
+            )
         case events.JobRefused(job, task, queue, attempt, state):
             return logging.ERROR, (
                 f"job {job} {task} (queue {queue}, attempt {attempt}): the database refuses its outcome, {state}"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import itemgetter
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -27,7 +27,7 @@ from shiftwork.errors import (
 from shiftwork.job import Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
 from shiftwork.outcome import MAX_MESSAGE, Outcome
 from shiftwork.stores.protocol import Protocol
-from shiftwork.stores.store import Held, Store
+from shiftwork.stores.store import Apart, Held, Store
 
 CHUNK_ROWS = 1_000
 CHUNK_BYTES = 4 << 20
@@ -252,6 +252,9 @@ class Claimed:
     resumed: Sequence[tuple[str, str, str]] = ()
     """Pauses whose time was over: kind, name and reason."""
 
+    refused: Sequence[int] = ()
+    """Jobs that the database would not let us have: somebody's trigger or constraint says no."""
+
     skipped: bool = False
     """Whether it was not even asked for."""
 
@@ -369,7 +372,16 @@ def claim(
         request["conditions"] = conditions
     if most:
         request["most"] = most
-    *taken, last = yield store.claim(request)
+    refused: list[int] = []
+    try:
+        *taken, last = yield store.claim(request)
+    except DatabaseError as error:
+        if conditions or not _is_about_a_row(error) or store.apart is None:
+            raise
+        rows = yield from _one_by_one(store.apart, "claim", request, refused)
+        taken = [row for row in rows if row[0]]
+        [*more, last] = yield store.claim({**request, "want": want - len(taken)})  # without those
+        taken += more
     report = msgspec.json.decode(last[4])
     if not store.in_turn:
         taken.sort(key=_turn)
@@ -389,7 +401,29 @@ def claim(
         report.get("full", False),
         report.get("paused", False),
         [(one["kind"], one["name"], one.get("reason", "")) for one in report.get("ended", ())],
+        refused,
     )
+
+
+def _is_about_a_row(error: DatabaseError) -> bool:
+    """Whether a trigger or constraint of somebody's may have refused one of many."""
+    return not isinstance(error, DatabaseUnavailable) and (error.sqlstate or "")[:2] in {"22", "23", "P0"}
+
+
+def _one_by_one(
+    apart: Apart, verb: str, request: Mapping[str, object], refused: list[int]
+) -> Plan[list[Any]]:
+    """All that can be done of a verb; what cannot is left out from now on."""
+    done: list[Any] = []
+    for suspect in (yield apart.suspects(verb, request)):
+        try:
+            done += yield apart.alone(verb, request, suspect["id"])
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError:
+            apart.shun(suspect["id"])
+            refused.append(suspect["id"])
+    return done
 
 
 _place = itemgetter(2, 3, 9, 0)  # queue, priority, due time, id
@@ -499,19 +533,24 @@ def heartbeat(
     """
     if reconcile and (waiting := store.await_claims(worker)) is not None:
         yield waiting
-    rows = yield store.heartbeat(
-        {
-            "worker": worker,
-            "lease": lease,
-            "held": held,
-            "answered": answered,
-            "since": since,
-            "reconcile": reconcile,
-            "state": state,
-            "duties": tuple(duties),
-            "done": tuple(done),
-        }
-    )
+    request: Mapping[str, object] = {
+        "worker": worker,
+        "lease": lease,
+        "held": held,
+        "answered": answered,
+        "since": since,
+        "reconcile": reconcile,
+        "state": state,
+        "duties": tuple(duties),
+        "done": tuple(done),
+    }
+    try:
+        rows = yield store.heartbeat(request)
+    except DatabaseError as error:
+        if not _is_about_a_row(error) or store.apart is None:
+            raise
+        yield from _one_by_one(store.apart, "heartbeat", request, [])
+        rows = yield store.heartbeat(request)  # without what cannot be renewed
     answer = msgspec.json.decode(rows[0]["answer"])
     asked = {one["id"]: one["reason"] for one in answer["cancel"]}
     why = {int(job): reason for job, reason in answer["why"].items()}
@@ -606,8 +645,14 @@ def declare_limits(store: Store, limits: Mapping[str, object]) -> Plan[int]:
 
 def reap(store: Store, reaper: int = 0, most: int = 1000, *, thorough: bool = False) -> Plan[dict[int, str]]:
     """Take jobs back from workers whose lease has lapsed: ready, failed or cancelled, for each."""
-    rows = yield store.reap(reaper, most, thorough=thorough)
-    return {row["id"]: row["answer"] for row in rows}
+    refused: list[int] = []
+    try:
+        rows = yield store.reap(reaper, most, thorough=thorough)
+    except DatabaseError as error:
+        if not _is_about_a_row(error) or store.apart is None:
+            raise
+        rows = yield from _one_by_one(store.apart, "reap", {"worker": reaper}, refused)
+    return {row["id"]: row["answer"] for row in rows} | dict.fromkeys(refused, "refused")
 
 
 def promote(store: Protocol, most: int = 1000) -> Plan[int]:

@@ -217,6 +217,7 @@ def _outcomes(worker: int, outcomes: Sequence[bytes]) -> str:
 class Protocol:
     """The verbs of one schema."""
 
+    apart = None
     in_turn = False
     notifies = True
     enqueues = True

@@ -16,8 +16,29 @@ Held = Sequence[tuple[int, int]]
 """What a worker holds: ids and attempts."""
 
 
+class Apart(Protocol):
+    """For a verb that was refused because of one job among many: they are asked for one by one, and that one is left out."""
+
+    def suspects(self, verb: str, request: Mapping[str, object]) -> Statement:
+        """The jobs that it would be about: `id`."""
+        ...
+
+    def alone(self, verb: str, request: Mapping[str, object], job: int) -> Statement:
+        """The same verb, for one of them."""
+        ...
+
+    def shun(self, job: int) -> None:
+        """Leave a job out for a while: the database refuses to have it changed."""
+        ...
+
+
 class Store(Protocol):
     """Where jobs are kept, for a worker."""
+
+    @property
+    def apart(self) -> Apart | None:
+        """How to go on without a job that cannot be written; None if the verbs do so by themselves."""
+        ...
 
     @property
     def schema(self) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -34,9 +35,13 @@ from shiftwork.database import Rows, Statement
 from shiftwork.errors import ConfigurationError, NotInstalled
 from shiftwork.stores import fitting
 from shiftwork.stores.layout import COLUMNS, Column, Layout, relation
-from shiftwork.stores.store import Held
+from shiftwork.stores.store import Apart, Held
 from shiftwork.stores.wording import CANDIDATES, CANDIDATES_OF_VIEW, SESSION, SQL, Wording
 
+SHUNNED = 60.0
+"""Seconds for which a row is left out that nobody can change."""
+
+HELD = "select (one ->> 0)::bigint as id from jsonb_array_elements(%s::jsonb) as one"
 EXISTS = "select exists (select from <table> as job where job.<state>::text = any(%s::text[])) as there"
 NOTHING_IN_FLIGHT = "select null::text as virtual_transaction where false"
 NO_TASKS = "select null::text as name where false"
@@ -51,6 +56,7 @@ class Table:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self._shunned: dict[int, float] = {}
         self.there: dict[str, Column] = {}
         """The columns of ours that it has, by our names; empty until it was looked at."""
 
@@ -154,11 +160,12 @@ class Table:
         for bound in (*bounds, request.get("most", {}).get(name)):
             want = want if bound is None else max(min(want, bound), 0)
         conditions = "".join(f" and ({one.replace('%', '%%')})" for one in request.get("conditions", ()))
-        candidates = (
-            self._written(CANDIDATES if self.layout.view is None else CANDIDATES_OF_VIEW) + conditions
-        )
+        candidates = self._written(self._candidates()) + conditions
         text = self._written(SQL["claim"], candidates=candidates)
-        return Statement(text, (self._holder(worker), worker, want, want, want), as_tuples=True)
+        return self._left_out(text, (self._holder(worker), worker, want, want, want), as_tuples=True)
+
+    def _candidates(self) -> str:
+        return CANDIDATES if self.layout.view is None else CANDIDATES_OF_VIEW
 
     def await_claims(self, worker: int) -> Statement | None:
         """Claims of this worker share a lock, which is had alone only when none is under way."""
@@ -184,6 +191,50 @@ class Table:
     def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
         """Put back rows whose heartbeat is too old; also called resetting."""
         return self._statement(SQL["reap"], self._holder(reaper), most)
+
+    # When somebody's trigger or constraint refuses one row among many.
+
+    @property
+    def apart(self) -> Apart:
+        """One by one is how it is found."""
+        return self
+
+    def suspects(self, verb: str, request: Mapping[str, Any]) -> Statement:
+        """The rows that a claim would take, or that are to be put back; of a heartbeat, what is held."""
+        if verb == "claim":
+            text = self._written(f"{self._candidates()} order by <order> limit %s::int")
+            return self._left_out(text, (int(request["want"]),))
+        if verb == "heartbeat":
+            return Statement(HELD, (_json(request["held"]),), writes=False)
+        return self._look(SQL["stalled"])
+
+    def alone(self, verb: str, request: Mapping[str, Any], job: int) -> Statement:
+        """The same for one row."""
+        only = self._written("job.<id> = ") + f"{job:d}"
+        if verb == "claim":
+            return self.claim({**request, "want": 1, "conditions": [only.replace("%%", "%")]})
+        if verb == "heartbeat":
+            held = [hold for hold in request["held"] if hold[0] == job]
+            return self.heartbeat({**request, "held": held, "answered": 0, "reconcile": False})
+        reap = self.reap(int(request["worker"]), 1, thorough=True)
+        return Statement(reap.text.replace("/*only*/", f"and {only}"), reap.params)
+
+    def shun(self, job: int) -> None:
+        """Leave a row out for a minute."""
+        self._shunned[job] = time.monotonic() + SHUNNED
+
+    def _left_out(
+        self, text: str, params: tuple[Any, ...], *, writes: bool = True, as_tuples: bool = False
+    ) -> Statement:
+        """A statement about all rows but those that nobody can change."""
+        if self._shunned:
+            now = time.monotonic()
+            self._shunned = {job: until for job, until in self._shunned.items() if until > now}
+            these = ",".join(map(str, self._shunned))
+            text = text.replace(
+                "/*shunned*/", self._written("and job.<id> <> all(") + f"'{{{these}}}'::bigint[])"
+            )
+        return Statement(text, params, writes=writes, as_tuples=as_tuples)
 
     # Letting go.
 
@@ -280,10 +331,10 @@ class Table:
         return self._wording
 
     def _statement(self, text: str, *params: object) -> Statement:
-        return Statement(self._written(text), params)
+        return self._left_out(self._written(text), params)
 
     def _look(self, text: str, *params: object) -> Statement:
-        return Statement(self._written(text), params, writes=False)
+        return self._left_out(self._written(text), params, writes=False)
 
 
 class _Fence(msgspec.Struct):

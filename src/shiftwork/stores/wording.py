@@ -25,10 +25,10 @@ LOCKED = "1s"
 HERE = "here as materialized (select statement_timestamp() as present, %s::text as holder)"
 HOLDS = """hold as materialized (
   select (one ->> 0)::bigint as id, (one ->> 1)::bigint as attempt from jsonb_array_elements(%s::jsonb) as one)"""
-CANDIDATES = "select job.<id> from <table> as job where <due> <where>"
+CANDIDATES = "select job.<id> from <table> as job where <due> /*shunned*/ <where>"
 CANDIDATES_OF_VIEW = (
     "select job.<id> from <source> as job join <table> as held (<renamed>) on held.<held_id> = job.<id>"
-    " where <due> and <held_due> <where>"
+    " where <due> and <held_due> /*shunned*/ <where>"
 )
 SOONEST = "(select min(<at>) from <table> as job where <state> and <at> > statement_timestamp() and <at> < 'infinity')"
 RECORD = "(select row_to_json(one)::text from (select <values><of>) as one)"

@@ -459,6 +459,9 @@ class Worker:
             tasks = Counter(map(_task_of, claimed.taken))
             self._publish(events.Claimed(tasks, time.perf_counter() - began))
         await self._reached("claimed")
+        for job in claimed.refused:
+            [queue, *_] = wished.queues
+            self._publish(events.JobRefused(job, queue, queue, 0, State.RUNNING.value))
         for kind, name, reason in claimed.resumed:
             self._publish(events.PauseEnded(kind, name, reason))
         if claimed.paused is not self._paused:

@@ -7,7 +7,7 @@ with <here>, <holds>, ours as materialized (
   <renewing>
 ), stray as materialized (
   select job.<id> as id from here, <table> as job
-   where <strays> and job.<id> <> all(array(select hold.id from hold))
+   where <strays> /*shunned*/ and job.<id> <> all(array(select hold.id from hold))
    order by job.<id> for no key update of job skip locked
 ), returned as (
   update <table> as job set <returning> from here, stray as mine where job.<id> = mine.id returning job.<id> as id
@@ -22,6 +22,6 @@ select jsonb_build_object(
          'why', coalesce((select jsonb_object_agg(lost.id, lost.why) from lost), '{}'),
          'cancel', coalesce((select jsonb_agg(jsonb_build_object('id', ours.id, 'reason', null)) from ours where ours.asked), '[]'),
          'strays', coalesce((select jsonb_agg(returned.id) from returned), '[]'),
-         'reap', exists (select from here, <table> as job where <stalled>
+         'reap', exists (select from here, <table> as job where <stalled> /*shunned*/
                             and job.<id> <> all(array(select ours.id from ours))),
          'notifications', pg_notification_queue_usage())::text as answer

@@ -2,7 +2,7 @@
 with <here>, mine as materialized (
   select job.<id> as id, <attempt> as attempt, <number> as worker, here.present - <since> as age,
          case when <cancel> then 'canceled' when <resets> >= <max_resets> then 'failed' else 'queued' end as ending
-    from here, <table> as job where <stalled>
+    from here, <table> as job where <stalled> /*shunned*/ /*only*/
    order by job.<id> limit %s::int for update of job skip locked
 ), done as (
   update <table> as job set <resetting> from here, mine where job.<id> = mine.id
