@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from shiftwork.worker.waking import Wake
 
-DECLARE = 45.0
+DECLARE = 60.0
 """Seconds for which a sleeper asks to be notified."""
 
 BRISK = 200.0
