@@ -12,7 +12,13 @@ import pytest
 
 from shiftwork import App, ConfigurationError, Context, Poison, Retry, State
 from shiftwork.database import Statement
+<<<<<<< HEAD
 from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased
+=======
+from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased, ListenerProven
+from shiftwork.worker import transactions
+from shiftwork.worker.resting import Pace
+>>>>>>> 98bdf03 (Transactional jobs that end fast are claimed a moment beforehand, so that no session is idle while the next are claimed)
 from shiftwork.worker.transactions import Transactions, Unsure
 from tests.workshop import Latch, Workshop
 
@@ -483,3 +489,28 @@ async def test_a_handler_may_speak_another_encoding(app: App) -> None:
         jobs = [await work.aenqueue() for _ in range(2)]
         await shop.ended(*jobs, state="completed")
         assert [await job.aresult(timeout=30) for job in jobs] == ["café 'au' \\lait"] * 2
+
+
+async def test_what_ends_fast_is_claimed_beforehand_and_given_back_if_it_has_to_wait_after_all(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latch = Latch()
+
+    @app.task(transaction=True)
+    async def work(number: int, tx: AsyncTx) -> None:
+        if number < 0:
+            await latch.hold()
+
+    monkeypatch.setattr(transactions, "LONGEST", 0.05)
+    async with app, Workshop(app, transactions=1) as shop:
+        [limit] = shop.worker._lanes.all[0].limits
+        assert limit.left == 1
+        monkeypatch.setattr(Pace, "lately", 1_000.0)
+        first, second = await app.aenqueue_many([work.job(-1), work.job(2)])
+        await shop.event(JobReleased, job=second.id)
+        assert not shop.seen(JobEnded)
+        monkeypatch.setattr(Pace, "lately", 0.0)
+        await latch.reached()
+        latch.release()
+        await shop.ended(first, second, state="completed")
+        assert not (await second.ainfo()).attempts

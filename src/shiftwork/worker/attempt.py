@@ -353,12 +353,9 @@ class Attempts:
                 return Returned(await self._repeated(run, *begun))
             if run.runs_apart:
                 return await self._in_process(run)
-            if run.in_database:
-                return await self._in_database(run)
-            call = self._prepared(run)
-            if run.task.transaction:
-                return await self._transacted(run, call)
-            return Returned(await self._repeated(run, call))
+            if run.task is not None and run.task.transaction:
+                return await self._with_session(run)
+            return Returned(await self._repeated(run, self._prepared(run)))
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
             return self._raised(run, error)
 
@@ -460,70 +457,77 @@ class Attempts:
             layered = partial(layer, run.context, layered)
         return await layered()
 
+    async def _with_session(self, run: Run) -> Ending | Written | After:
+        """The handler, once it is the job's turn to have a session."""
+        self._waits()
+        async with self.transactions.in_turn() as in_time:
+            if not in_time:
+                run.why = "no session was free for a while"
+                return After.GIVEN_BACK
+            if run.in_database:
+                return await self._in_database(run)
+            return await self._transacted(run, self._prepared(run))
+
     async def _transacted(self, run: Run, call: partial[Any]) -> Ending | Written | After:
         """The handler inside the job's transaction, which is then closed with the outcome."""
-        self._waits()
         connection: Ours | OursBlocking | None = None
-        async with self.transactions.turn:
+        try:
             try:
-                try:
-                    connection = await self.transactions.open(run)
-                except DatabaseUnavailable:
-                    await asyncio.sleep(self.transactions.pause())
-                    return After.GIVEN_BACK  # its code has not begun
-                if run.context is not None:
-                    run.context.tx = connection
-                if run.task.connection_parameter is not None:
-                    call.keywords[run.task.connection_parameter] = connection
-                if isinstance(connection, OursBlocking):
-                    run.interruption = Interruption(connection)
-                ending: Ending
-                try:
-                    if run.stop is not None:
-                        await _raise(Interrupted(run.stop.value))  # while the session was opened
-                    undo = partial(self.transactions.undo, run, connection)
-                    ending = Returned(await self._repeated(run, call, undo=undo))
-                except BaseException as error:  # noqa: BLE001
-                    ending = self._raised(run, error)
-                if run.in_thread:
-                    return _left_behind(ending)
-                run.concluding = True
-                if run.interruption is not None and await run.interruption.caused(ending):
-                    ending = Raised(Interrupted(str(run.stop)))
-                fate = self._fate(run, ending)
-                if not isinstance(fate, Outcome):
-                    return fate
-                run.unsure = fate
-                return Written(await self.transactions.close_with(run, connection, fate))
-            except BaseException as error:  # noqa: BLE001
-                return self._transaction_failed(run, error)
-            finally:
-                if connection is not None:
-                    self.transactions.put(connection, in_use=run.in_thread)
-
-    async def _in_database(self, run: Run) -> Ending | Written | After:
-        """A routine in the database, on a session of ours; middleware is not for it."""
-        self._waits()
-        hear = hearing(partial(self.log, run), partial(self.progress, run))
-        async with self.transactions.turn:
-            try:
-                session = await self.transactions.session()
+                connection = await self.transactions.open(run)
             except DatabaseUnavailable:
                 await asyncio.sleep(self.transactions.pause())
                 return After.GIVEN_BACK  # its code has not begun
-            session.add_notice_handler(hear)
-            if (timeout := self._timeout(run.task)) is not None:
-                self._deadlines.add(run, timeout.total_seconds())
+            if run.context is not None:
+                run.context.tx = connection
+            if run.task.connection_parameter is not None:
+                call.keywords[run.task.connection_parameter] = connection
+            if isinstance(connection, OursBlocking):
+                run.interruption = Interruption(connection)
+            ending: Ending
             try:
-                if run.task.commits:
-                    return Returned(await self.transactions.call(run, session))
-                run.unsure = Outcome(run, State.COMPLETED)  # or it failed, which will then be told as lost
-                answer = await self.transactions.run_job(run, session)
+                if run.stop is not None:
+                    await _raise(Interrupted(run.stop.value))  # while the session was opened
+                undo = partial(self.transactions.undo, run, connection)
+                ending = Returned(await self._repeated(run, call, undo=undo))
             except BaseException as error:  # noqa: BLE001
-                return self._transaction_failed(run, error)
-            finally:
-                session.remove_notice_handler(hear)
-                self.transactions.put(session)
+                ending = self._raised(run, error)
+            if run.in_thread:
+                return _left_behind(ending)
+            run.concluding = True
+            if run.interruption is not None and await run.interruption.caused(ending):
+                ending = Raised(Interrupted(str(run.stop)))
+            fate = self._fate(run, ending)
+            if not isinstance(fate, Outcome):
+                return fate
+            run.unsure = fate
+            return Written(await self.transactions.close_with(run, connection, fate))
+        except BaseException as error:  # noqa: BLE001
+            return self._transaction_failed(run, error)
+        finally:
+            if connection is not None:
+                self.transactions.put(connection, in_use=run.in_thread)
+
+    async def _in_database(self, run: Run) -> Ending | Written | After:
+        """A routine in the database, on a session of ours; middleware is not for it."""
+        hear = hearing(partial(self.log, run), partial(self.progress, run))
+        try:
+            session = await self.transactions.session()
+        except DatabaseUnavailable:
+            await asyncio.sleep(self.transactions.pause())
+            return After.GIVEN_BACK  # its code has not begun
+        session.add_notice_handler(hear)
+        if (timeout := self._timeout(run.task)) is not None:
+            self._deadlines.add(run, timeout.total_seconds())
+        try:
+            if run.task.commits:
+                return Returned(await self.transactions.call(run, session))
+            run.unsure = Outcome(run, State.COMPLETED)  # or it failed, which will then be told as lost
+            answer = await self.transactions.run_job(run, session)
+        except BaseException as error:  # noqa: BLE001
+            return self._transaction_failed(run, error)
+        finally:
+            session.remove_notice_handler(hear)
+            self.transactions.put(session)
         if answer["answer"] == "lost":
             return After.DROPPED
         delay = None if answer["wait"] is None else timedelta(seconds=answer["wait"])

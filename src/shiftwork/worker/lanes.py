@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 
 from shiftwork.cursor import Cursor
 from shiftwork.settings import Settings
+from shiftwork.worker.resting import Pace
 from shiftwork.worker.run import Run, Task
 
 FREELY = 1 << 30
+SOON = 0.02
+"""Seconds for which a job may be expected to wait for a session that others have."""
 
 
 @dataclass(eq=False)
@@ -25,11 +28,20 @@ class Limit:
 
     most: int
     taken: int = 0
+    pace: Pace | None = None
+    """How fast they end, where some may be had beforehand: sessions would be idle while the next jobs are claimed."""
 
     @property
     def left(self) -> int:
         """How many more."""
-        return self.most - self.taken
+        ahead = 0 if self.pace is None else min(int(self.pace.lately * SOON), self.most)
+        return self.most + ahead - self.taken
+
+    def leave(self) -> None:
+        """One less."""
+        self.taken -= 1
+        if self.pace is not None:
+            self.pace.count(1)
 
 
 @dataclass(eq=False)
@@ -73,7 +85,8 @@ class Lanes:
         self._queues = queues
         self._queue_limits = settings.queue_concurrency
         self._in_queue: Counter[str] = Counter()
-        sessions, processes = Limit(settings.transaction_connections), Limit(settings.processes_at_once)
+        sessions = Limit(settings.transaction_connections, pace=Pace())
+        processes = Limit(settings.processes_at_once)
         limited: dict[str, Lane] = {}
         sharing: dict[Limit, set[str]] = {sessions: set(), processes: set()}
         for name, task in tasks.items():
@@ -136,7 +149,7 @@ class Lanes:
         """One less runs."""
         if lane := self._of.get(run.name):
             for limit in lane.limits:
-                limit.taken -= 1
+                limit.leave()
         if self._queue_limits:
             self._in_queue[run.queue] -= 1
 

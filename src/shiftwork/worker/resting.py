@@ -18,6 +18,9 @@ DECLARE = 60.0
 BRISK = 200.0
 """Jobs a second from which on it does not pay to go to sleep between them."""
 
+STALE = 0.3
+"""Seconds after which a rate says nothing any more."""
+
 NAP = 0.005
 MOST_IN_VAIN = 0.2
 MOST_FLYING = 2.0
@@ -39,6 +42,11 @@ class Pace:
         if now - self._since > 0.1:
             self.rate = self._many / (now - self._since)
             self._since, self._many = now, 0
+
+    @property
+    def lately(self) -> float:
+        """The rate, if anything has come for a while."""
+        return self.rate if time.monotonic() - self._since < STALE else 0.0
 
     @property
     def is_brisk(self) -> bool:

@@ -18,7 +18,8 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -45,6 +46,9 @@ from shiftwork.worker.threads import Threads
 C = TypeVar("C")
 NO_SESSION = (1.0, 5.0)
 """Seconds before a job is given back for which no session could be had, at first and at most."""
+
+LONGEST = 5.0
+"""Seconds that a job waits for a session that others have: it was claimed because they ended fast."""
 
 
 class Unsure(Exception):  # noqa: N818
@@ -105,6 +109,20 @@ class Transactions:
         self._pausing_until = 0.0
         self._idle: deque[Ours] = deque()
         self._idle_blocking: deque[OursBlocking] = deque()
+
+    @asynccontextmanager
+    async def in_turn(self) -> AsyncIterator[bool]:
+        """Wait for a turn; says whether it came in time, else others may have room for the job."""
+        try:
+            async with asyncio.timeout(LONGEST if self.turn.locked() else None):
+                await self.turn.acquire()
+        except TimeoutError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.turn.release()
 
     async def open(self, run: Run) -> Ours | OursBlocking:
         """A session of the kind that the handler needs, in whose transaction the job's row is locked under the fence."""
