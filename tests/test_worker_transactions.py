@@ -12,13 +12,9 @@ import pytest
 
 from shiftwork import App, ConfigurationError, Context, Poison, Retry, State
 from shiftwork.database import Statement
-<<<<<<< HEAD
 from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased
-=======
-from shiftwork.events import JobBegan, JobEnded, JobLost, JobReleased, ListenerProven
 from shiftwork.worker import transactions
 from shiftwork.worker.resting import Pace
->>>>>>> 98bdf03 (Transactional jobs that end fast are claimed a moment beforehand, so that no session is idle while the next are claimed)
 from shiftwork.worker.transactions import Transactions, Unsure
 from tests.workshop import Latch, Workshop
 
