@@ -493,7 +493,7 @@ async def test_what_ends_fast_is_claimed_beforehand_and_given_back_if_it_has_to_
     latch = Latch()
 
     @app.task(transaction=True)
-    async def work(number: int, tx: AsyncTx) -> None:
+    async def work(tx: AsyncTx, number: int) -> None:
         if number < 0:
             await latch.hold()
 
