@@ -81,6 +81,7 @@ WORDS = {
     "HO-43": "the app is named as a module or a file, its only App is found, nothing is sent while it is imported; a command checks it",
     "HO-2": "settings, then the app, then the database: what is wrong is told first, a database that is away is waited for",
     "HO-4": "a claim takes what is due and not too late, queue by queue, by priority, time and id",
+    "HO-14": "queues, concurrency, how much is claimed at once and held ahead, and the log are settings or a hook",
     "HO-5": "lower numbers are more urgent; queues are served in the order given, each up to its share",
     "HO-6": "a start deadline is checked at claim, at start and by a duty; no retry lands behind it",
     "HO-7": "four endings, and each is final; completed means that it succeeded",

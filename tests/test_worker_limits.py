@@ -14,6 +14,7 @@ import pytest
 
 from shiftwork import App, Context, State
 from shiftwork.events import (
+    Claimed,
     JobBegan,
     JobEnded,
     JobLost,
@@ -23,6 +24,7 @@ from shiftwork.events import (
     WorkerStopping,
 )
 from shiftwork.settings import Settings
+from shiftwork.worker.hooks import Round
 from shiftwork.worker.lanes import Lanes
 from tests import pooler
 from tests.workshop import Latch, Workshop
@@ -60,7 +62,7 @@ class Crowd:
 
 
 async def test_queues_are_served_in_their_order(app: App) -> None:
-    # spec: HO-3, SH-8, D-22
+    # spec: HO-3, HO-5, SH-8, D-22
     begun: list[str] = []
 
     @app.task
@@ -75,6 +77,45 @@ async def test_queues_are_served_in_their_order(app: App) -> None:
     async with app, Workshop(app, queues="first,second,last", concurrency=2) as shop:
         await shop.ended(*jobs)
         assert begun == ["first"] * 3 + ["second"] * 3 + ["last"] * 3
+
+
+async def test_what_one_claim_takes_and_what_a_worker_holds_are_bounded(app: App) -> None:
+    # spec: HO-5, HO-14, HO-15
+    latch = Latch()
+    claims: list[int] = []
+
+    @app.task
+    async def work() -> None:
+        await latch.hold()
+
+    @app.before_claim
+    def in_small_batches(claim: Round) -> None:
+        claim.limit(2)  # in all
+        claim.limit(1, queue="low")  # of one queue
+
+    for queue in ("low", "high"):
+        for _ in range(10):
+            await work.using(queue=queue).aenqueue()
+    settings: dict[str, Any] = {
+        "queues": "high,low",
+        "concurrency": 4,
+        "prefetch": 1,
+        "queue_concurrency": "high=3",
+    }
+    async with app, Workshop(app, **settings) as shop:
+        shop.worker.subscribe(
+            lambda event: claims.append(sum(event.tasks.values())) if isinstance(event, Claimed) else None
+        )
+        await latch.reached(4)
+        await shop.until(lambda: len(shop.worker.holding) == 5, "one more is fetched ahead")
+        held = Counter(run.queue for run in shop.worker.holding.values())
+        assert held["high"] == 3, "the first queue goes first, up to what it may have"
+        assert max(claims) == 2
+        assert latch.inside == 4
+        latch.release()
+        await shop.event(JobEnded, times=20)
+        assert max(claims) == 2
+        assert latch.most == 4
 
 
 def test_queues_are_served_by_weight() -> None:

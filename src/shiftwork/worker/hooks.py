@@ -63,6 +63,7 @@ class Round:
         self.skipped: float | None = None
         """Seconds for which nothing is to be claimed."""
 
+        self._limited: dict[str, int] = {}
         self._holding = holding
 
     @property
@@ -98,11 +99,12 @@ class Round:
         elif queue in self.queues:
             former = self.queues[queue]
             self.queues[queue] = most if former is None else min(most, former)
+            self._limited[queue] = most
 
     @property
     def narrowed(self) -> Sequence[object]:
         """What it is narrowed to; where that changes, what was passed by is looked at again."""
-        return (*self.conditions, *sorted(self.limits.items()))
+        return (*self.conditions, *sorted(self.limits.items()), *sorted(self._limited.items()))
 
 
 BeforeClaim = Callable[[Round], Awaitable[None] | None]
