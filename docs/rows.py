@@ -209,7 +209,7 @@ WORDS = {
     "HO-19": "a slot or a place under a limit that is freed is filled at once, on its own worker or on one that sleeps",
     "QU-10": "a worker has a name that people choose, and an id that is its own",
     "QU-16": "one worker runs many tasks, each by its own rules, and only those it knows",
-    "QU-17": "middleware wraps every attempt, the first outermost; it may change result and error",
+    "QU-17": "middleware wraps every attempt, the first outermost; it may change result and error, and a worker may require it in order",
     "QU-19": "a statement that fails, or an error after the end, takes the effects back, and is recorded all the same",
     "D-22": "claimed is what there are slots for; fetching ahead is a choice, and no limit is passed by it",
     "SH-25": "attempts are counted by task and outcome, their durations in twelve buckets, and what is in flight",

@@ -597,6 +597,30 @@ def test_middleware_is_an_async_function(app: App) -> None:
         app.middleware(lambda context, call: call())
 
 
+async def test_a_worker_may_require_middleware_in_order(app: App) -> None:
+    # spec: QU-17
+    async def first(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        return await call()
+
+    async def between(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        return await call()
+
+    async def second(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        return await call()
+
+    @app.task
+    async def work() -> None: ...
+
+    app.require_middleware(first, second)
+    async with app:
+        for layer in (second, between, first):  # only then are both there, and in the wrong order
+            app.middleware(layer)
+            with pytest.raises(ConfigurationError, match=r"first, second; there is: second"):
+                await app.worker()
+        app.middleware(second)
+        await app.worker()
+
+
 # What is told of it.
 
 

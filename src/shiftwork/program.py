@@ -58,6 +58,7 @@ class Program(Surroundings):
         self._server: Server | None = None
         self._opening = threading.Lock()
         self._middleware: list[Middleware] = []
+        self._required: list[tuple[Middleware, ...]] = []
         self._subscribers: list[Subscriber] = []
         self._hooks = Hooks()
         self.withheld: str | None = None
@@ -135,6 +136,25 @@ class Program(Surroundings):
         self._middleware.append(layer)
         return layer
 
+    def require_middleware(self, *layers: Middleware) -> None:
+        """Let no worker of this app start unless it has these layers, in this order, the outermost first.
+
+        For a module of tasks that are not to run without: app.require_middleware(authenticated, in_session)
+        """
+        self._required.append(layers)
+
+    def _check_middleware(self) -> None:
+        for required in self._required:
+            present = iter(self._middleware)
+            if not all(layer in present for layer in required):  # each one behind the one before
+                wanted, there = (
+                    ", ".join(getattr(one, "__name__", repr(one)) for one in many) or "none"
+                    for many in (required, self._middleware)
+                )
+                raise ConfigurationError(
+                    f"middleware is required that is not there, or in another order: {wanted}; there is: {there}"
+                )
+
     @property
     def layers(self) -> Sequence[Middleware]:
         """The middleware, the outermost first."""
@@ -190,6 +210,7 @@ class Program(Surroundings):
 
     async def worker(self, **settings: Any) -> Running:  # noqa: ANN401
         """A worker for the tasks of this program, not running yet; `settings` overrule those of the program."""
+        self._check_middleware()
         client = await self.aclient()
         chosen = self.chosen(settings)
         return Running(
