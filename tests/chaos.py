@@ -450,12 +450,15 @@ class Havoc:
         if victim.pid not in self._at_work():
             return False
         victim.send_signal(signal.SIGSTOP)
-        at = time.time()
-        if victim.pid in self._at_work():
+        at, caught = time.time(), False
+        try:
+            caught = victim.pid in self._at_work()
+        finally:
+            if not caught:
+                victim.send_signal(signal.SIGCONT)
+        if caught:
             self.gone.append((victim.pid, at))
-            return True
-        victim.send_signal(signal.SIGCONT)
-        return False
+        return caught
 
     def _at_work(self) -> set[int]:
         rows = self._ask(

@@ -30,6 +30,7 @@ from shiftwork.events import (
 )
 from shiftwork.worker import leases
 from shiftwork.worker.line import Line
+from shiftwork.worker.transactions import Transactions
 from tests.harness import Protocol
 from tests.wire import Wire
 from tests.workshop import Latch, Workshop
@@ -526,6 +527,31 @@ async def test_nor_is_the_answer_of_a_routine_that_was_lost(dsn: str, protocol: 
             assert not shop.seen(JobLost), "what is told is what happened"
     assert protocol.value("select count(*) from effects") == 1
     assert protocol.state(job.id) == "completed"
+
+
+async def test_a_routine_that_has_ended_is_not_lost_because_a_heartbeat_was_quicker(
+    dsn: str, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: D-1
+    protocol.connection.execute("create procedure act(payload jsonb) language sql as 'select 1'")
+    latch, run_job = Latch(), Transactions.run_job
+
+    async def answered_late(self: Transactions, *given: Any) -> Any:
+        answer = await run_job(self, *given)
+        await latch.hold()
+        return answer
+
+    monkeypatch.setattr(Transactions, "run_job", answered_late)
+    app = App(dsn)
+    act = app.sql_task("act", handler="public.act(jsonb)")
+    async with app, Workshop(app) as shop:
+        job = await act.aenqueue()
+        await latch.reached()
+        assert protocol.state(job.id) == "completed"
+        shop.worker._leases.nudge()
+        await shop.event(JobStopped, job=job)
+        await shop.ended(job, state="completed")
+        assert not shop.seen(JobLost), "what is told is what happened"
 
 
 # A database that is away.

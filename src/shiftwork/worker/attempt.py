@@ -524,6 +524,10 @@ class Attempts:
             run.unsure = Outcome(run, State.COMPLETED)  # or it failed, which will then be told as lost
             answer = await self.transactions.run_job(run, session)
         except BaseException as error:  # noqa: BLE001
+            if run.stop is Stop.LOST and run.unsure is not None:
+                return (
+                    After.GIVEN_BACK
+                )  # its end may be what took it from us: asked again, the database tells
             return self._transaction_failed(run, error)
         finally:
             session.remove_notice_handler(hear)
