@@ -419,6 +419,11 @@ def test_a_fence_that_is_a_time_differs_even_if_the_clock_was_set_back(table: Co
         ),
         ("id int primary key, state text, attempt int", {}, "has no column last_heartbeat_at"),
         (
+            "id int primary key, state text, attempt int, last_heartbeat_at timestamptz, worker_hostname varchar(20)",
+            {},
+            "too short for the name of a host",
+        ),
+        (
             "id int primary key, status text, attempt int, last_heartbeat_at timestamptz",
             {},
             "has no column state",

@@ -56,6 +56,9 @@ MADE: Mapping[str, str] = {
 }
 """What a column is made as, where it is missing."""
 
+ROOM = 80
+"""Letters that the name of a worker may need: 63 for its host, and a number."""
+
 CLEARED = ("started_at", "finished_at", "process_after", "last_heartbeat_at")
 """Columns that are empty at times."""
 
@@ -168,10 +171,20 @@ def _wrong_types(store: Table) -> Iterator[Problem]:
             yield Problem(
                 "SW-503", f"{column.name} is {column.type}, and has to be {' or '.join(TYPES[our])}{hint}"
             )
+        elif our == "worker_hostname" and 0 < _length(column.type) < ROOM:
+            yield Problem(
+                "SW-503", f"{column.name} is {column.type}, too short for the name of a host and a number"
+            )
         elif our == "started_at" == store.fence_column and column.type not in MOMENT:
             yield Problem(
                 "SW-503", f"{column.name} is {column.type}, too coarse to tell one claim from the next"
             )
+
+
+def _length(kind: str) -> int:
+    """How many letters a column takes; 0 is any number."""
+    found = re.search(r"\((\d+)\)", kind)
+    return int(found[1]) if found else 0
 
 
 def _unfit(store: Table, rows: Rows) -> Iterator[Problem]:

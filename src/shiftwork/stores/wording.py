@@ -80,6 +80,11 @@ class Wording:
         """Assignments to those of these columns that there are."""
         return ", ".join(f"{self._name(our)} = {value}" for our, value in values.items() if our in self.there)
 
+    def _state(self, state: str) -> str:
+        """A state as the type that the column has, which may be an enum."""
+        column = f"job.{self._name('state')}"
+        return f"case when {column} is not null then '{state}' else {column} end"
+
     def _nothing(self, our: str) -> str:
         """What a column is emptied with."""
         empty = {"failure_message": "''", "execution_logs": "'{}'", "worker_hostname": "''"}
@@ -88,6 +93,7 @@ class Wording:
 
     @property
     def can_find_strays(self) -> bool:
+        """Whether it can be told which rows a worker took without its knowing."""
         return "worker_hostname" in self.there and self._since_column is not None
 
     @property
@@ -156,7 +162,7 @@ class Wording:
         parts["ending_sessions"] = (
             write(SQL["end_sessions"]) if has("worker_hostname") else "select true where false"
         )
-        return parts | self._endings(write)
+        return parts | self._endings()
 
     def _due(self, alias: str, renamed: Mapping[str, str] | None = None) -> str:
         """Whether a row may be claimed now."""
@@ -276,7 +282,7 @@ class Wording:
         used = [told for name, told in renewed.items() if name in columns.values()]
         return ", ".join([*returned, *used]), record
 
-    def _endings(self, write: Callable[[str], str]) -> dict[str, str]:
+    def _endings(self) -> dict[str, str]:
         """What is written when a row is let go, in whichever way."""
         state, asked = self._name("state"), self._value("cancel", "false")
         became = (
@@ -285,14 +291,10 @@ class Wording:
             + f" else job.{state} end"
         )
         over, again = "mine.ending <> 'queued'", "mine.ending = 'queued'"
-        fence = {
-            our
-            for our in ("started_at",)
-            if our in self.there and not self._has("attempt") and not self._has("last_heartbeat_at")
-        }
         started = f"job.{self._name('started_at')}" if "started_at" in self.there else "null"
         # Where it is the only trace of the former claim it stays, so that the next one differs.
-        not_started = started if fence else f"case when {over} then {started} end"
+        only_trace = not (self._has("attempt") or self._has("last_heartbeat_at"))
+        not_started = started if only_trace else f"case when {over} then {started} end"
         wait = "coalesce(extract(epoch from hold.run_at - here.present)::double precision, hold.delay, 0)"
         cut = f"::{self.there['failure_message'].type}" if "failure_message" in self.there else ""
         ended = f"case when {over} then here.present end"
@@ -321,14 +323,14 @@ class Wording:
             ),
             "already": self._already(),
             "cancelling": self._sets(
-                state=f"case when job.{state} is not null then 'canceled' else job.{state} end",
+                state=self._state("canceled"),
                 finished_at="here.present",
                 failure_message="'cancelled'",
             ),
             "returning": self._sets(
-                state=f"case when job.{state} is not null then 'queued' else job.{state} end",
+                state=self._state("queued"),
                 worker_hostname="''",
-                started_at=started if fence else "null",
+                started_at=started if only_trace else "null",
             ),
             "releasing": self._sets(
                 **returned,
