@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 
 from shiftwork import App
@@ -104,6 +105,22 @@ def test_a_heartbeat_brings_what_is_due_of_what_was_asked_for(protocol: Protocol
 def test_a_heartbeat_renews_whatever_the_worker_says_of_itself(protocol: Protocol) -> None:
     worker = protocol.register(lease=1)
     assert protocol.heartbeat(worker, lease=3600, state={"running": "many"}, duties=["expire"])["alive"]
+    left = protocol.value("select lease_until - shiftwork.clock() from {}.workers where id = %s", worker)
+    assert left > timedelta(minutes=59)
+
+
+@pytest.mark.parametrize("table", ["duties", "snapshots"])
+def test_a_heartbeat_does_not_wait_for_whoever_has_locked_what_it_does_besides(
+    protocol: Protocol, dsn: str, table: str
+) -> None:
+    # spec: D-26
+    worker = protocol.register(lease=1)
+    done = [{"duty": name, "did": 0} for name in take(protocol, worker)]
+    protocol.rows("set statement_timeout = '10s'")
+    with psycopg.connect(dsn) as somebody:
+        somebody.execute(f"lock table shiftwork.{table}".encode())
+        state = {"running": 0, "held": 0, "unwritten": 0, "jobs": 0}
+        assert protocol.heartbeat(worker, lease=3600, state=state, duties=["expire"], done=done)["alive"]
     left = protocol.value("select lease_until - shiftwork.clock() from {}.workers where id = %s", worker)
     assert left > timedelta(minutes=59)
 
@@ -369,6 +386,20 @@ async def test_a_worker_says_with_its_heartbeats_what_it_does_and_costs(app: App
         assert (details["concurrency"], details["prefetch"], details["lease"]) == (2, 1, lease)
         assert set(details["tasks"]) == {"idle", "work"}
         latch.release()
+
+
+def test_the_pause_of_a_worker_that_is_gone_is_forgotten(protocol: Protocol) -> None:
+    first, second = protocol.register(), protocol.register(lease=3600)
+    for worker in (first, second):
+        protocol.rows("select {}.pause(worker => %s)", worker)
+    protocol.rows("select {}.pause(queue => %s)", str(first))
+    protocol.shift_clock(timedelta(minutes=1))
+    protocol.rows("select * from {}.reap()")
+    assert protocol.value("select {}.forget_workers()") == 1
+    assert protocol.rows("select kind, name from {}.pauses order by kind") == [
+        {"kind": "queue", "name": str(first)},
+        {"kind": "worker", "name": str(second)},
+    ]
 
 
 def test_what_workers_said_is_kept_for_some_days_or_not_at_all(protocol: Protocol) -> None:

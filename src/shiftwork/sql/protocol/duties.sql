@@ -46,8 +46,8 @@ begin
   return found;
 end $$;
 
--- Forget workers that are gone, and what workers said of themselves, after as many days as `keep_workers` says. Says how many rows
--- went, at most so many of each kind.
+-- Forget workers that are gone, and what workers said of themselves, after as many days as `keep_workers` says; pauses of workers that
+-- are gone at once, since every claim looks at what is paused. Says how many rows went, at most so many of each kind.
 create or replace function shiftwork.forget_workers(most int default 5000) returns int
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
@@ -55,6 +55,7 @@ declare
     (select (one.value #>> '{}')::int from shiftwork.settings as one where one.name = 'keep_workers'), 7));
   workers int;
   snapshots int;
+  paused int;
 begin
   delete from shiftwork.workers as gone where gone.id = any(array(
     select one.id from shiftwork.workers as one where one.gone_at < old order by one.id limit most for update skip locked));
@@ -62,13 +63,20 @@ begin
   delete from shiftwork.snapshots as said where said.ctid = any(array(
     select one.ctid from shiftwork.snapshots as one where one.at < old order by one.at limit most for update skip locked));
   get diagnostics snapshots = row_count;
-  return workers + snapshots;
+  delete from shiftwork.pauses as pause where pause.kind = 'worker' and pause.name = any(array(
+    select one.name from shiftwork.pauses as one
+     where one.kind = 'worker'
+       and not exists (select from shiftwork.workers as alive where alive.id::text = one.name and alive.gone_at is null)
+       for update skip locked));
+  get diagnostics paused = row_count;
+  return workers + snapshots + paused;
 end $$;
 
 -- What a heartbeat does besides: it keeps what the worker says of itself (`state`), hears which duties it has done (`done`, as
 -- finish_duty takes them), lets it take those that are due of those it would do (`duties`), and tells how full the queue of
--- notifications is. Nothing that goes wrong here may cost a lease.
-create or replace function shiftwork.attend(holder bigint, request jsonb, present timestamptz) returns jsonb language plpgsql as $$
+-- notifications is. Nothing that goes wrong here may cost a lease, and nobody who has locked any of it is waited for.
+create or replace function shiftwork.attend(holder bigint, request jsonb, present timestamptz) returns jsonb
+language plpgsql set lock_timeout = '100ms' as $$
 declare
   said constant jsonb := request -> 'state';
 begin
