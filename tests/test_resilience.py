@@ -28,6 +28,7 @@ from shiftwork.events import (
     ListenerDeaf,
     ListenerProven,
     WorkerStarted,
+    WorkerStopping,
 )
 from shiftwork.settings import Settings
 from shiftwork.worker import waking
@@ -234,6 +235,35 @@ async def test_a_worker_can_be_told_to_end_after_so_many_tries(dsn: str) -> None
             shop.worker._wake()
             assert not await shop.stopped()
             wire.accept()
+
+
+async def test_jobs_that_end_meanwhile_do_not_use_up_the_tries(dsn: str) -> None:
+    # spec: HO-26
+    with Wire(dsn) as wire:
+        app, latches = working(wire.dsn), (Latch(), Latch())
+
+        @app.task
+        async def held(number: int) -> None:
+            await latches[number].hold()
+
+        later = timedelta(minutes=1)
+        given = {**QUICK, "reconnect": later, "reconnect_most": later, "reconnect_tries": 1}
+        for number in (0, 1, *[1] * 5):  # so many that a slot which is freed is waited for
+            await held.aenqueue(number)
+        async with app, Workshop(app, **given, concurrency=2, prefetch=0) as shop:
+            await latches[0].reached()
+            await latches[1].reached()
+            wire.refuse()
+            latches[0].release()
+            await shop.event(DatabaseAway, part="claiming")
+            before = wire.calls
+            latches[1].release()
+            await shop.until(lambda: not shop.worker._slots.busy, "the end of what ran")
+            await asyncio.to_thread(_calls, wire, before + 4)
+            assert not shop.seen(WorkerStopping)
+            wire.accept()
+            await over(shop)  # sooner than it would have tried: another part was
+            await works(shop)
 
 
 @pytest.mark.parametrize("said", [".claim(", ".sleep(", ".settle("])
@@ -497,6 +527,7 @@ async def test_a_server_that_restarts_finds_its_workers_at_work(station: Station
         return n
 
     async with app, Workshop(app, **QUICK) as shop:
+        await shop.event(ListenerProven)
         await works(shop)
         jobs = await app.aenqueue_many([hold.job(n) for n in range(5)])
         await latch.reached(5)

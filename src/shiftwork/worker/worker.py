@@ -302,7 +302,10 @@ class Worker:
             self._failed = True
             self.stop(f"the database was away for {tries} tries")
             return
-        await self._wake.wait(patience())
+        until, away = time.monotonic() + patience(), frozenset(self._away)
+        # What ends meanwhile is no reason to try sooner; that another part is back is one.
+        while self._stopping is None and away <= self._away and (left := until - time.monotonic()) > 0:
+            await self._wake.wait(left)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """What this worker does until it is told to stop; then it need not wait for a database that does not answer."""
