@@ -217,10 +217,8 @@ async def test_what_waits_in_a_queue_is_asked_of_the_database_but_not_with_every
         again = await scrape(port)
         assert again["queue_depth", "mail"] == 7
         assert again["queue_depth_age_seconds",] > 0
-        sessions = await shop.value(
-            "select count(*) from pg_stat_activity where application_name like '% metrics'"
-        )
-        assert pooler.MODE or sessions == 0, "only while it is asked"
+        asking = "select count(*) = 0 from pg_stat_activity where application_name like '% metrics'"
+        assert pooler.MODE or await shop.found(lambda: shop.value(asking)), "only while it is asked"
     assert protocol.value("select ready from {}.measure_queues(array['mail'], 3)") == 3, (
         "it counts so far at most"
     )
@@ -351,6 +349,28 @@ async def test_a_worker_that_is_paused_is_not_ready(app: App, protocol: Protocol
         protocol.rows("select {}.resume(worker => %s)", shop.worker.id)
         await shop.ended(job)
         assert (await asked(port, "/ready"))[0] == 200
+
+
+async def test_a_singleton_that_lost_its_place_is_not_ready_until_it_has_it_back(
+    app: App, dsn: str, port: int
+) -> None:
+    # spec: ST-13
+    @app.task
+    async def work() -> None: ...
+
+    with Wire(dsn) as wire:
+        async with app, Workshop(app, metrics_port=port, singleton="nightly", listen_dsn=wire.dsn) as shop:
+            await shop.event(WorkerStarted)
+            assert (await asked(port, "/ready"))[0] == 200
+            wire.refuse()
+            await shop.event(events.SingletonLost)
+            status, told = await asked(port, "/ready")
+            assert status == 503
+            assert "it is not the one at work as 'nightly' any more" in told["reasons"]
+            wire.accept()
+            await shop.event(events.SingletonHeld, 2)
+            await shop.ended(await work.aenqueue())
+            assert (await asked(port, "/ready"))[0] == 200
 
 
 async def test_before_it_could_register_a_worker_is_alive_and_not_ready(dsn: str, port: int) -> None:
@@ -529,6 +549,17 @@ async def test_each_of_several_processes_has_a_port_of_its_own(
     async with app, Workshop(app, metrics_port=port - 1) as shop:
         await shop.event(WorkerStarted)
         assert (await asked(port, "/ready"))[0] == 200
+
+
+async def test_a_port_past_the_last_one_is_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    monkeypatch.setenv("SHIFTWORK_PROCESS", "1")
+    async with app:
+        worker = await app.worker(metrics_port=65_535)
+        with pytest.raises(ConfigurationError, match="port 65536: .*0-65535"):
+            await worker.run()
 
 
 async def test_every_name_is_ours(app: App, port: int) -> None:

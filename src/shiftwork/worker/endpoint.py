@@ -77,10 +77,10 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         try:
             self._server = Server(self.address, self._answer)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # of several processes the last may be past the last port
             host, port = self.address
             raise ConfigurationError(
-                f"metrics_port: nobody can listen at {host}, port {port}: {error.strerror or error}"
+                f"metrics_port: nobody can listen at {host}, port {port}: {getattr(error, 'strerror', None) or error}"
             ) from None
         threading.Thread(target=self._server.serve_forever, name="shiftwork-endpoint", daemon=True).start()
 
@@ -133,8 +133,10 @@ class Endpoint:
 
     def _measure(self) -> None:
         asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
-        with contextlib.suppress(Exception):  # the figures of before have to do
+        try:
             self._metrics.measured(asked.result(PATIENCE + 1))
+        except Exception:  # noqa: BLE001  -- the figures of before have to do
+            asked.cancel()  # or those that a busy event loop has not begun would pile up
 
     async def _ask(self) -> Any:  # noqa: ANN401
         try:

@@ -18,6 +18,7 @@ class Health:
         self._stopping: str | None = None
         self._lapsing = False
         self._paused = False
+        self._another = ""
         self._away: set[str] = set()
         self._deaf = False
         self.notifications = 0.0
@@ -32,6 +33,10 @@ class Health:
                 self._paused = True
             case events.WorkerResumed():
                 self._paused = False
+            case events.SingletonLost(name):
+                self._another = name
+            case events.SingletonHeld():
+                self._another = ""
             case events.LeaseLapsing():
                 self._lapsing = True
             case events.LeaseRenewed():
@@ -58,6 +63,8 @@ class Health:
             found.append("it is not registered")
         if self._paused:
             found.append("it is paused, or everything is")
+        if self._another:
+            found.append(f"it is not the one at work as {self._another!r} any more")
         if self._lapsing:
             found.append("its lease could not be renewed in time")
         if away := self._away & {"beginning", "claiming", "lease", "settling"}:
