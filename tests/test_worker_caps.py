@@ -257,6 +257,17 @@ def test_draining_waits_until_nothing_runs_and_says_what_does(dsn: str, protocol
     assert [one["id"] for one in protocol.claim(worker, "other").jobs] == [other]
 
 
+def test_a_drain_that_takes_longer_than_its_pause_has_not_drained(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, D-30
+    protocol.enqueue("slow", queue="mail")
+    worker = protocol.register()
+    protocol.claim(worker, "mail")
+    result = run(dsn, "drain", "--wait", "--timeout", "1m", "--for", "200ms")
+    assert result.exit_code == 3
+    assert "everything is not paused any more" in result.output
+    assert "1 job still running: it took longer than --for" in result.output
+
+
 @pytest.mark.parametrize(("option", "name"), [("--queue", "mail"), ("--task", "slow")])
 def test_one_queue_or_task_can_be_drained(dsn: str, protocol: Protocol, option: str, name: str) -> None:
     # spec: SH-36, A-26

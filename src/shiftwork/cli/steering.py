@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shiftwork.app import App
 
 CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: it was not paused (resume)."
-DRAINED = "Exit codes: 0 nothing runs any more, 1 failed, 2 wrong usage, 3 something still runs."
+DRAINED = "Exit codes: 0 nothing runs any more, 1 failed, 2 wrong usage, 3 something still runs, or the pause was over first."
 LOOK_EVERY = (0.05, 1.0)
 """Seconds between two looks at what still runs, at first and at most."""
 
@@ -180,22 +181,30 @@ def drain(
     if timeout is not None and not wait:
         raise click.UsageError("--timeout is for --wait.")
     with opened(settings) as app:
+        began = time.monotonic()
+        over = began + lasting.total_seconds() if lasting else math.inf  # then more of it is claimed
+        until = min(over, began + timeout.total_seconds()) if timeout else over
         store = app.client.store
         app.client.perform(operations.pause(store, **meant, lasting=lasting, reason=reason or "drain"))
-        until = time.monotonic() + (timeout.total_seconds() if timeout else 0)
         pause, most = LOOK_EVERY
-        while (running := _running(app, meant)) and wait and (timeout is None or time.monotonic() < until):
-            time.sleep(pause if timeout is None else max(0, min(pause, until - time.monotonic())))
+        while (running := _running(app, meant)) and wait and time.monotonic() < until:
+            time.sleep(max(0, min(pause, until - time.monotonic())))
             pause = min(2 * pause, most)
+        ended = time.monotonic() >= over
     many = running[0]["many"] if running else 0
     if as_json:
-        print_json({"drained": not many, "running": many, "jobs": running})
+        print_json({"drained": not (many or ended), "running": many, "jobs": running})
     else:
         option = "".join(f" --{kind} {name}" for kind, name in meant.items() if kind != "everything")
         rest = f"{many} job{'s' * (many != 1)} still running" if many else "nothing of it runs"
-        click.echo(
-            f"{what} is paused in {place(settings)}, {rest}; end that with `shiftwork resume{clean(option)}`."
-        )
+        if ended:
+            click.echo(
+                f"{what} is not paused any more in {place(settings)}, {rest}: it took longer than --for."
+            )
+        else:
+            click.echo(
+                f"{what} is paused in {place(settings)}, {rest}; end that with `shiftwork resume{clean(option)}`."
+            )
         if running:
             rows = [
                 (
@@ -208,7 +217,7 @@ def drain(
                 for job in running
             ]
             print_table(("job", "task", "queue", "worker", "since"), rows, numbers=("job", "worker"))
-    context.exit(NOT_SO if many else 0)
+    context.exit(NOT_SO if many or ended else 0)
 
 
 def _running(app: App, meant: Mapping[str, Any]) -> list[dict[str, Any]]:
