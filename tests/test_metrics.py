@@ -558,7 +558,7 @@ async def test_a_port_past_the_last_one_is_refused(app: App, monkeypatch: pytest
     monkeypatch.setenv("SHIFTWORK_PROCESS", "1")
     async with app:
         worker = await app.worker(metrics_port=65_535)
-        with pytest.raises(ConfigurationError, match="port 65536: .*0-65535"):
+        with pytest.raises(ConfigurationError, match=r"port 65536: .*0-65535"):
             await worker.run()
 
 

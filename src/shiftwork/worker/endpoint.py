@@ -8,7 +8,6 @@ only meanwhile; while that cannot be had, the figures are those of before, and s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import threading

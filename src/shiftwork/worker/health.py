@@ -23,7 +23,7 @@ class Health:
         self._deaf = False
         self.notifications = 0.0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event) -> None:  # noqa: PLR0912
         match event:
             case events.WorkerStarted(worker):
                 self.worker, self._lapsing, self._paused = worker, False, False
