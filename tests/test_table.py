@@ -249,7 +249,7 @@ async def test_cancelling_frees_the_server_from_a_long_statement_of_a_transactio
 
 async def _sleeping(shop: Workshop) -> list[Any]:
     return await shop.rows(
-        "select pid from pg_stat_activity where query = 'select pg_sleep(600)' and state = 'active'"
+        "select pid from pg_stat_activity where query = 'select pg_sleep(600)' and state = 'active' and datname = current_database()"
     )
 
 
