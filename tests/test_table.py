@@ -567,6 +567,9 @@ async def test_steps_are_kept_with_the_row_and_who_was_superseded_writes_none(
     assert [one["key"] for one in entries] == ["clone", "build", "log.info"]
     assert (entries[0]["exitCode"], entries[0]["out"], entries[0]["durationMs"]) == (0, "done", 2000)
     assert entries[0]["command"] == ["git", "clone"]
+    started = [datetime.fromisoformat(one["startTime"]) for one in entries]
+    began = row(table, job)["started_at"]
+    assert began <= started[0] <= started[1] <= row(table, job)["finished_at"], "by the database's clock"
     assert entries[2]["out"] == "built"
     assert len(refused) == 2
     assert f"of job {job} does not hold it any more" in refused[0]

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any, TypeVar, get_args, get_origin, overload
 
@@ -216,24 +216,12 @@ class TableStore(Program):
         place = store.add_log(context, "clone", ["git", "clone", url])
         store.change_log(context, place, exit_code=0, out=output, duration=took)
         """
-        entry = {
-            "key": key,
-            "command": list(command),
-            "startTime": datetime.now(UTC).isoformat(),
-            "out": "",
-            **_entry(more),
-        }
+        entry = {"key": key, "command": list(command), "out": "", **_entry(more)}
         return self._ask(lambda table: _add_log(table, context, entry))
 
     async def aadd_log(self, context: Context, key: str, command: Sequence[str] = (), **more: Any) -> int:  # noqa: ANN401
         """Begin an entry of the row's execution logs; see `add_log`."""
-        entry = {
-            "key": key,
-            "command": list(command),
-            "startTime": datetime.now(UTC).isoformat(),
-            "out": "",
-            **_entry(more),
-        }
+        entry = {"key": key, "command": list(command), "out": "", **_entry(more)}
         return await self._aask(lambda table: _add_log(table, context, entry))
 
     def change_log(self, context: Context, place: int, **more: Any) -> None:  # noqa: ANN401

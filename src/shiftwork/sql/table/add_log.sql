@@ -1,6 +1,7 @@
 -- Begin an entry of the logs of a row that is held: its place, or an error.
 with <here>, done as (
-  update <table> as job set <logs> = coalesce(job.<logs>, '{}') || array[%s::<log_type>]
+  update <table> as job
+     set <logs> = coalesce(job.<logs>, '{}') || array[(%s::jsonb || jsonb_build_object('startTime', here.present))::<log_type>]
     from here, (select %s::bigint as attempt) as hold
    where job.<id> = %s::bigint and <held> returning cardinality(job.<logs>) - 1 as place
 )
