@@ -69,6 +69,7 @@ INNER = {
     "note",
     "open_session",
     "pick",
+    "answerable",
     "place_time",
     "purge_companions",
     "return_permits",

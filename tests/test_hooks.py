@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from shiftwork import App, Context, Job
-from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookRan, JobBegan, JobEnded
+from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookRan, JobBegan, JobEnded, JobPassedBy
 from shiftwork.worker.hooks import Round
 from tests.harness import Protocol
 from tests.workshop import Latch, Workshop
@@ -160,6 +160,29 @@ async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(app: App) -
         await shop.ended(job)
         await shop.event(ClaimHookBack)
         assert len(shop.seen(ClaimHookFailed)) == 1
+
+
+async def test_a_job_for_which_a_condition_cannot_be_answered_is_passed_by_and_told_of_once(
+    app: App, protocol: Protocol
+) -> None:
+    # spec: SG-4, D-29
+    # fault: F29
+    @app.task
+    async def work(size: int) -> None: ...
+
+    @app.before_claim
+    def small(claim: Round) -> None:
+        claim.require(SIZE.format(5))
+
+    hostile = protocol.enqueue("work", payload={"size": "a word"}, priority=-1)
+    jobs = [await work.aenqueue(n) for n in range(5)]
+    large = await work.aenqueue(7)
+    async with app, Workshop(app, concurrency=2) as shop:
+        await shop.ended(*jobs)
+        await shop.ended(await work.aenqueue(1))
+        assert [(await shop.job(job)).state for job in (hostile, large)] == ["ready", "ready"]
+        assert [event.job for event in shop.seen(JobPassedBy)] == [hostile]
+        assert not shop.seen(ClaimHookFailed)
 
 
 @pytest.mark.parametrize("condition", ["no SQL at all", sql.SQL("no_such_column > 1"), sql.SQL("true) or (")])

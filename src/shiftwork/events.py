@@ -262,6 +262,12 @@ class ClaimHookBack(Event, frozen=True):
     """It does not any more."""
 
 
+class JobPassedBy(Event, frozen=True):
+    """What a hook before a claim requires cannot be answered for this job, and so it is not claimed; told once."""
+
+    job: int
+
+
 class PauseEnded(Event, frozen=True):
     """The time of a pause was over, and nobody had resumed: of a queue, a task, a worker or all."""
 

@@ -148,6 +148,9 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
         case events.ClaimHookBack():
             return logging.INFO, "before_claim succeeds again"
+        case events.JobPassedBy(job):
+            why = "a condition of before_claim cannot be answered for it"
+            return logging.WARNING, f"job {job} is passed by here: {why}"
         case events.PauseEnded(kind, name, reason):
             what = "everything" if kind == "all" else f"{kind} {name}"
             told = f" (paused for: {reason})" if reason else ""

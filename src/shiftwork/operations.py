@@ -258,6 +258,9 @@ class Claimed:
     skipped: bool = False
     """Whether it was not even asked for."""
 
+    unanswered: Sequence[int] = ()
+    """Jobs that were passed by since a condition cannot be answered for them."""
+
     @classmethod
     def nothing(cls, worker: int, number: int, seconds: float) -> Self:
         """No claim was made; the next is due in so many seconds."""
@@ -376,12 +379,17 @@ def claim(
     try:
         *taken, last = yield store.claim(request)
     except DatabaseError as error:
-        if conditions or not _is_about_a_row(error) or store.apart is None:
+        if not _is_about_a_row(error) or (store.apart is not None and conditions):
             raise
-        rows = yield from _one_by_one(store.apart, "claim", request, refused)
-        taken = [row for row in rows if row[0]]
-        [*more, last] = yield store.claim({**request, "want": want - len(taken)})  # without those
-        taken += more
+        if conditions:
+            *taken, last = yield store.claim({**request, "careful": True})
+        elif store.apart is None:
+            raise
+        else:
+            rows = yield from _one_by_one(store.apart, "claim", request, refused)
+            taken = [row for row in rows if row[0]]
+            [*more, last] = yield store.claim({**request, "want": want - len(taken)})  # without those
+            taken += more
     report = msgspec.json.decode(last[4])
     if not store.in_turn:
         taken.sort(key=_turn)
@@ -402,6 +410,7 @@ def claim(
         report.get("paused", False),
         [(one["kind"], one["name"], one.get("reason", "")) for one in report.get("ended", ())],
         refused,
+        unanswered=report.get("unanswered", ()),
     )
 
 

@@ -74,6 +74,7 @@ grant usage, select on all sequences in schema shiftwork to shiftwork_worker, sh
 grant execute on function
   shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.end_pauses(), shiftwork.lock_permits(text[], text[], int), shiftwork.lend_permits(bigint, bigint),
   shiftwork.pick(text, bigint, timestamptz, bigint, bigint, int, int, text[], text[], text[], text[], int[], boolean),
+  shiftwork.answerable(text, bigint, timestamptz, bigint, bigint, int, text[], text[], bigint[]),
   shiftwork.return_permits(bigint[]), shiftwork.mend_permits(), shiftwork.declare_limits(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
   shiftwork.told(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
   shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.why_lost(bigint[]), shiftwork.register_worker(jsonb),

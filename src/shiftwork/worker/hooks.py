@@ -28,6 +28,9 @@ AGAIN = 5.0
 PATIENCE = (1.0, 60.0)
 """Seconds for which nothing is claimed after a hook has failed, at first and at most."""
 
+REMEMBERED = 1000
+"""Jobs of which it is known that they were told of."""
+
 
 class Round:
     """A claim that is about to be made.
@@ -136,6 +139,7 @@ class Asking:
         self._publish = publish
         self._patience = Patience(*PATIENCE)
         self._failing = False
+        self._passed_by: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
@@ -158,8 +162,14 @@ class Asking:
             self._publish(events.ClaimHookFailed(f"{type(error).__name__}: {error}"))
         return self._patience()
 
-    def worked(self) -> None:
-        """A claim was made as the hooks wanted it."""
+    def worked(self, unanswered: Sequence[int] = ()) -> None:
+        """A claim was made as the hooks wanted it, but for jobs of which a condition could not be answered."""
+        for job in unanswered:
+            if job not in self._passed_by:
+                if len(self._passed_by) >= REMEMBERED:
+                    self._passed_by.clear()
+                self._passed_by.add(job)
+                self._publish(events.JobPassedBy(job))
         if self._failing:
             self._failing = False
             self._patience.reset()

@@ -457,7 +457,7 @@ class Worker:
             if not wished.conditions or isinstance(error, DatabaseUnavailable) or will_pass(error):
                 raise
             return Claimed.nothing(self.id, self._leases.answered, self._asking.failed(error))
-        self._asking.worked()
+        self._asking.worked(claimed.unanswered)
         if self._subscribers:
             tasks = Counter(map(_task_of, claimed.taken))
             self._publish(events.Claimed(tasks, time.perf_counter() - began))

@@ -6,7 +6,8 @@
 -- Queues are served in the order given, each up to its want, all together up to the outer one. `tasks` are those that
 -- the worker knows (left out: all, `but` those named there). The first `start` jobs go straight to slots and count as started (left out: all).
 -- `most` says of how many jobs of a task there is room, {"resize": 2}; `conditions` on jobs are each an expression in SQL
--- over the columns of `job`, evaluated with the caller's rights.
+-- over the columns of `job`, evaluated with the caller's rights. One that cannot be answered for some job is an error; with `careful`,
+-- which takes longer, such jobs are passed by, and the report says which are `unanswered`.
 -- With `max_priority`, what is less urgent than that is left alone.
 --
 -- Where limits are set (limit_running), no more is taken than they allow, and what falls under one is not fetched ahead.
@@ -50,6 +51,8 @@ declare
   more boolean := false;
   rooms jsonb;                                         -- what is left of each limit, once it was looked for
   conditions text[];
+  careful constant boolean := coalesce((request ->> 'careful')::boolean, false) and request ? 'conditions';
+  unanswered bigint[] := '{}';
   special boolean;
   paused boolean;
   tight boolean;
@@ -183,6 +186,10 @@ begin
     loop
       chunk := case when starting > 0 then least(want, starting) else want end;
       if choosy then
+        if careful then
+          select * into conditions, unanswered from shiftwork.answerable(
+            range.queue, range.priority, range.run_at, range.id, range.until_priority, asked.examine, asked.tasks, conditions, unanswered);
+        end if;
         select * into picked from shiftwork.pick(
           range.queue, range.priority, range.run_at, range.id, range.until_priority, asked.examine, chunk, asked.tasks,
           closed, conditions, names, rests, starting > 0);
@@ -307,8 +314,39 @@ begin
     if ended is not null then
       report.payload := report.payload || jsonb_build_object('ended', ended);
     end if;
+    if cardinality(unanswered) > 0 then
+      report.payload := report.payload || jsonb_build_object('unanswered', unanswered);
+    end if;
   end if;
   return next report;
+end $$;
+
+-- Conditions that pass by those of the first jobs of a range for which they cannot be answered, such as one that wants a number and
+-- finds a word; and which jobs those are, beside those found before.
+create or replace function shiftwork.answerable(
+  queue text, priority bigint, run_at timestamptz, id bigint, until_priority bigint, examine int, tasks text[],
+  inout conditions text[], inout unanswered bigint[])
+language plpgsql set plan_cache_mode = force_custom_plan as $$
+declare
+  asked constant text := (select string_agg(format(E'(%s\n)', one), ' and ') from unnest(conditions) as one);
+  ahead record;
+begin
+  for ahead in
+    select candidate.id, candidate.ctid as lies from shiftwork.jobs as candidate
+     where candidate.state = 'ready' and candidate.queue = answerable.queue and candidate.priority < answerable.until_priority
+       and (candidate.priority, candidate.run_at, candidate.id) > (answerable.priority, answerable.run_at, answerable.id)
+     order by candidate.priority, candidate.run_at, candidate.id limit answerable.examine
+  loop
+    begin
+      execute format('select from shiftwork.jobs as job where job.ctid = $1 and case when $2 is null or job.task = any($2) then %s end', asked)
+        using ahead.lies, tasks;
+    exception when data_exception then
+      unanswered := unanswered || ahead.id;
+    end;
+  end loop;
+  if cardinality(unanswered) > 0 then
+    conditions := array[format('case when job.id <> all(%L::bigint[]) then %s end', unanswered, asked)];
+  end if;
 end $$;
 
 -- Of the first jobs of a range, those for this worker, now locked: as far as there is room for their task (`names` and `rests`;
