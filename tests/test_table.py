@@ -694,6 +694,37 @@ async def test_what_is_inserted_wakes_a_worker_that_polls_rarely_once_the_trigge
         await shop.ended(*insert(table, 3))
 
 
+@pytest.mark.parametrize("name", ["odd%jobs", "Aufträge", "it's"])
+def test_a_trigger_on_a_table_of_any_name_is_known_and_notifies_where_it_is_heard(
+    connection: Connection, dsn: str, name: str
+) -> None:
+    connection.execute(TABLE.replace("example_jobs", f'"{name}"').encode())
+    store = TableStore(f'"{name}"', dsn=dsn)
+    installing(store, connection)
+    statements, _ = made(store, connection)
+    assert statements.notifies
+    connection.execute(sql.SQL("listen {}").format(sql.Identifier(statements.channels[0])))
+    connection.execute(sql.SQL("insert into {} (repository_id) values (1)").format(sql.Identifier(name)))
+    assert list(connection.notifies(timeout=5, stop_after=1))
+
+
+@pytest.mark.parametrize(
+    ("order", "indexed"),
+    [
+        ("job.repository_id desc nulls last, id", "repository_id DESC NULLS LAST, id"),
+        ("repository_id, name, id", "repository_id"),
+        ("repository_id + 1, random()", "id"),
+    ],
+)
+def test_the_index_for_claims_has_what_can_be_indexed_of_the_order(
+    table: Connection, dsn: str, order: str, indexed: str
+) -> None:
+    table.execute(RICH.encode())
+    installing(TableStore("example_jobs", view="example_jobs_with_name", order_by=order, dsn=dsn), table)
+    [made] = table.execute("select indexdef from pg_indexes where indexname = 'example_jobs_claim'")
+    assert f"({indexed}) WHERE" in made["indexdef"]
+
+
 def test_a_store_has_one_handler_that_takes_its_record() -> None:
     store = TableStore("example_jobs", record=ExampleStruct, dsn="host=nowhere")
 
@@ -734,7 +765,7 @@ async def test_a_row_that_a_trigger_will_not_have_changed_keeps_nobody_else(
 ) -> None:
     # fault: F29
     table.execute(
-        """create function refuse() returns trigger language plpgsql as $$ begin raise 'not this one'; end $$;
+        """create function refuse() returns trigger language plpgsql as $$ begin raise 'not this one' using errcode = '55000'; end $$;
            create trigger refuse before update on example_jobs for each row when (old.repository_id = 13)
              execute function refuse()"""
     )

@@ -30,7 +30,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, IsolationLevel
+from psycopg import (
+    AsyncClientCursor,
+    AsyncConnection,
+    AsyncCursor,
+    ClientCursor,
+    Connection,
+    Cursor,
+    IsolationLevel,
+)
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row, tuple_row
@@ -66,6 +74,9 @@ class Statement:
     writes: bool = True
     as_tuples: bool = False
     """Rows come as tuples: for answers of many rows, which a worker reads by position."""
+
+    under: str = ""
+    """What is set for this statement alone, as SQL before it in the same message and so in the same transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,8 +495,16 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
         try:
-            with connection.cursor(row_factory=tuple_row if statement.as_tuples else dict_row) as cursor:
-                cursor.execute(statement.text.encode(), statement.params, prepare=False)
+            shape = tuple_row if statement.as_tuples else dict_row
+            cursor: Cursor[Any]
+            if statement.under:
+                cursor = ClientCursor(connection, row_factory=shape)
+            else:
+                cursor = connection.cursor(row_factory=shape)
+            with cursor:
+                cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
+                while cursor.nextset():
+                    pass
                 return cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
             raise _unsendable(error) from None
@@ -501,16 +520,23 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
 
 def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> AExecute:
     """The same for an awaiting caller."""
-    cursors: dict[bool, AsyncCursor[Any]] = {}  # one that is used again knows how to read what comes
+    cursors: dict[tuple[bool, bool], AsyncCursor[Any]] = {}  # one used again knows how to read what comes
 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
-        cursor = cursors.get(statement.as_tuples)
+        kind = statement.as_tuples, bool(statement.under)
+        cursor = cursors.get(kind)
         if cursor is None:
             shape = tuple_row if statement.as_tuples else dict_row
-            cursor = cursors[statement.as_tuples] = connection.cursor(row_factory=shape)
+            if statement.under:
+                cursor = AsyncClientCursor(connection, row_factory=shape)
+            else:
+                cursor = connection.cursor(row_factory=shape)
+            cursors[kind] = cursor
         try:
-            await cursor.execute(statement.text.encode(), statement.params, prepare=False)
+            await cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
+            while cursor.nextset():
+                pass
             return await cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
             raise _unsendable(error) from None

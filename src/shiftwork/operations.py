@@ -415,8 +415,10 @@ def claim(
 
 
 def _is_about_a_row(error: DatabaseError) -> bool:
-    """Whether a trigger or constraint of somebody's may have refused one of many."""
-    return not isinstance(error, DatabaseUnavailable) and (error.sqlstate or "")[:2] in {"22", "23", "P0"}
+    """Whether a trigger, constraint or policy of somebody's may have refused one of many, with whichever code."""
+    state = error.sqlstate or "08"
+    moment = state[:2] in {"08", "25", "40", "42", "53", "54", "57", "58", "XX"} or state == "55P03"
+    return not isinstance(error, DatabaseUnavailable) and (not moment or state == "42501")
 
 
 def _one_by_one(

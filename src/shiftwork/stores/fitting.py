@@ -234,19 +234,35 @@ def _columns(store: Table) -> Iterator[str]:
     if "attempt" in absent and store.fence_column == "started_at":
         absent.remove("attempt")  # one fence is enough
     for our in absent:
-        yield f"alter table {_plain(relation(store.layout.table))} add column if not exists {_quoted(store, our)} {MADE[our]};"
+        yield f"alter table {plain(relation(store.layout.table))} add column if not exists {_quoted(store, our)} {MADE[our]};"
 
 
 def indexes(store: Table) -> Iterator[str]:
     """The indexes that claims, and whoever looks for lost jobs, go by."""
     state = _quoted(store, "state")
     free = "in ('queued', 'errored')" if store.layout.retries else "= 'queued'"
-    order = re.sub(r"\bjob\.", "", store.layout.order_by or _quoted(store, "id"))
-    yield _index(store, "claim", order, f"{state} {free}")
+    yield _index(store, "claim", _order(store), f"{state} {free}")
     yield _index(store, "held", _quoted(store, "id"), f"{state} = 'processing'")
     if "process_after" in store.there or "process_after" not in store.layout.columns:
         after = _quoted(store, "process_after")
         yield _index(store, "due", after, f"{state} {free} and {after} is not null")
+
+
+def _order(store: Table) -> str:
+    """What can be indexed of the order: columns of the table, until there is something else."""
+    terms: list[str] = []
+    for term in (store.layout.order_by or "").split(","):
+        found = _TERM.fullmatch(term)
+        if found is None or (found[1] or found[2].lower()).replace('""', '"') not in store.all_columns:
+            break
+        terms.append(term.strip().removeprefix("job."))
+    return ", ".join(terms) or _quoted(store, "id")
+
+
+_TERM = re.compile(
+    r'\s*(?:job\.)?(?:"((?:[^"]|"")+)"|([a-z_]\w*))(?:\s+(?:asc|desc))?(?:\s+nulls\s+(?:first|last))?\s*',
+    re.IGNORECASE,
+)
 
 
 def is_indexed(store: Table, rows: Rows) -> bool:
@@ -257,17 +273,17 @@ def is_indexed(store: Table, rows: Rows) -> bool:
 
 
 def _index(store: Table, what: str, columns: str, where: str) -> str:
-    return f"create index if not exists {quoted(_named(store, what))} on {_plain(relation(store.layout.table))} ({columns}) where {where};"
+    return f"create index if not exists {plain(quoted(named(store, what)))} on {plain(relation(store.layout.table))} ({columns}) where {where};"
 
 
 def _triggers(store: Table) -> Iterator[str]:
     """One says after every INSERT that there is work; the other, that a job is to be looked at since somebody cancels it."""
-    table, (wake, cancel) = _plain(relation(store.layout.table)), store.channels
+    table, (wake, cancel) = plain(relation(store.layout.table)), store.channels
     for what, channel, payload, when in (
         ("wake", wake, "tg_argv[1]", "after insert"),
         ("cancel", cancel, f"new.{_quoted(store, 'id')}::text", ""),
     ):
-        function = _beside(store, _named(store, what))
+        function = _beside(store, named(store, what))
         returned = "null" if what == "wake" else "new"
         yield (
             f"create or replace function {function}() returns trigger language plpgsql as $$\n"
@@ -278,35 +294,35 @@ def _triggers(store: Table) -> Iterator[str]:
             f"  return {returned};\n"
             "end $$;"
         )
-        trigger = quoted(_named(store, what))
+        trigger = quoted(named(store, what))
         if what == "wake":
             yield (
                 f"create or replace trigger {trigger} {when} on {table} for each statement"
-                f" execute function {function}({literal(channel)}, {literal(store.layout.name)});"
+                f" execute function {function}({plain(literal(channel))}, {plain(literal(store.layout.name))});"
             )
         else:
             column = _quoted(store, "cancel")
             yield (
                 f"create or replace trigger {trigger} after update of {column} on {table} for each row"
-                f" when (new.{column} and not coalesce(old.{column}, false)) execute function {function}({literal(channel)});"
+                f" when (new.{column} and not coalesce(old.{column}, false)) execute function {function}({plain(literal(channel))});"
             )
 
 
 def _quoted(store: Table, our: str) -> str:
     known: Column | None = store.there.get(our)
-    return _plain(quoted(known.name if known else store.layout.theirs(our) or our))
+    return plain(quoted(known.name if known else store.layout.theirs(our) or our))
 
 
 def _bare(name: str) -> str:
     """A name as the server writes it: in quotes only if it needs them."""
-    return name if re.fullmatch(r"[a-z_][a-z0-9_$]*", name) else _plain(quoted(name))
+    return name if re.fullmatch(r"[a-z_][a-z0-9_$]*", name) else plain(quoted(name))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     return text.replace("%%", "%")
 
 
-def _named(store: Table, what: str) -> str:
+def named(store: Table, what: str) -> str:
     """A name for something of ours beside the table."""
     name = f"{store.layout.table.split('.')[-1].strip(chr(34))}_{what}"
     return name if len(name.encode()) <= 63 else f"shiftwork_{sha256(name.encode()).hexdigest()[:16]}_{what}"
@@ -314,5 +330,5 @@ def _named(store: Table, what: str) -> str:
 
 def _beside(store: Table, name: str) -> str:
     """A function in the schema of the table."""
-    *schema, _ = re.findall(r'"(?:[^"]|"")+"', _plain(relation(store.layout.table)))
+    *schema, _ = re.findall(r'"(?:[^"]|"")+"', plain(relation(store.layout.table)))
     return ".".join([*schema, quoted(name)])

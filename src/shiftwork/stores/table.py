@@ -26,6 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -34,7 +35,7 @@ import msgspec
 from shiftwork.database import Rows, Statement
 from shiftwork.errors import ConfigurationError, NotInstalled
 from shiftwork.stores import fitting
-from shiftwork.stores.layout import COLUMNS, Column, Layout, relation
+from shiftwork.stores.layout import COLUMNS, Column, Layout, literal, relation
 from shiftwork.stores.store import Apart, Held
 from shiftwork.stores.wording import CANDIDATES, CANDIDATES_OF_VIEW, SESSION, SQL, Wording
 
@@ -44,6 +45,11 @@ SHUNNED = 60.0
 HELD = "select (one ->> 0)::bigint as id from jsonb_array_elements(%s::jsonb) as one"
 EXISTS = "select exists (select from <table> as job where job.<state>::text = any(%s::text[])) as there"
 NOTHING_IN_FLIGHT = "select null::text as virtual_transaction where false"
+BY_INDEX = "set local enable_seqscan = off; set local jit = off; "
+IN_ORDER = "set local enable_sort = off; set local jit = off; "
+"""By the indexes of what is held and of what waits, whatever the server believes of how much that is: it may have looked when there
+was nothing."""
+
 NO_TASKS = "select null::text as name where false"
 
 
@@ -61,9 +67,10 @@ class Table:
         """The columns of ours that it has, by our names; empty until it was looked at."""
 
         self.notifies = False
+        self._in_order = self._by_index = ""
         self._host = socket.gethostname()
-        self._columns: tuple[str, ...] = ()
-        """All its columns, ours or not."""
+        self.all_columns: tuple[str, ...] = ()
+        """Its columns, ours or not."""
 
         self._wording: Wording | None = None
 
@@ -119,8 +126,12 @@ class Table:
         self.there = {
             our: columns[name] for our, name in names.items() if name is not None and name in columns
         }
-        self.notifies = any(row["what"] == "trigger" and self.channels[0] in row["type"] for row in rows)
-        self._columns, self._wording = tuple(columns), None
+        channel = fitting.plain(literal(self.channels[0]))
+        self.notifies = any(row["what"] == "trigger" and channel in row["type"] for row in rows)
+        indexes = {row["name"] for row in rows if row["what"] == "index"}
+        self._in_order = IN_ORDER if fitting.named(self, "claim") in indexes else ""
+        self._by_index = BY_INDEX if fitting.named(self, "held") in indexes else ""
+        self.all_columns, self._wording = tuple(columns), None
 
     @property
     def fence_column(self) -> str | None:
@@ -162,7 +173,8 @@ class Table:
         conditions = "".join(f" and ({one.replace('%', '%%')})" for one in request.get("conditions", ()))
         candidates = self._written(self._candidates()) + conditions
         text = self._written(SQL["claim"], candidates=candidates)
-        return self._left_out(text, (self._holder(worker), worker, want, want, want), as_tuples=True)
+        claim = self._left_out(text, (self._holder(worker), worker, want, want, want), as_tuples=True)
+        return replace(claim, under=self._in_order)
 
     def _candidates(self) -> str:
         return CANDIDATES if self.layout.view is None else CANDIDATES_OF_VIEW
@@ -180,7 +192,7 @@ class Table:
         answered = 2**62 if request.get("reconcile") else int(request.get("answered", 0))
         params = (self._holder(int(request["worker"])), _json(request["held"]))
         strays = (answered,) if self._written.can_find_strays else ()
-        return self._statement(SQL["heartbeat"], *params, *strays)
+        return replace(self._statement(SQL["heartbeat"], *params, *strays), under=self._by_index)
 
     def report(self, request: Mapping[str, Any]) -> Statement:
         """Lines go to the execution logs; how far it is has no column."""
@@ -190,7 +202,7 @@ class Table:
 
     def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
         """Put back rows whose heartbeat is too old; also called resetting."""
-        return self._statement(SQL["reap"], self._holder(reaper), most)
+        return replace(self._statement(SQL["reap"], self._holder(reaper), most), under=self._by_index)
 
     # When somebody's trigger or constraint refuses one row among many.
 
@@ -212,12 +224,13 @@ class Table:
         """The same for one row."""
         only = self._written("job.<id> = ") + f"{job:d}"
         if verb == "claim":
-            return self.claim({**request, "want": 1, "conditions": [only.replace("%%", "%")]})
+            claim = self.claim({**request, "want": 1, "conditions": [only.replace("%%", "%")]})
+            return replace(claim, under="")  # there is no order, and one row to be found
         if verb == "heartbeat":
             held = [hold for hold in request["held"] if hold[0] == job]
             return self.heartbeat({**request, "held": held, "answered": 0, "reconcile": False})
         reap = self.reap(int(request["worker"]), 1, thorough=True)
-        return Statement(reap.text.replace("/*only*/", f"and {only}"), reap.params)
+        return replace(reap, text=reap.text.replace("/*only*/", f"and {only}"))
 
     def shun(self, job: int) -> None:
         """Leave a row out for a minute."""
@@ -327,7 +340,7 @@ class Table:
     @property
     def _written(self) -> Wording:
         if self._wording is None:
-            self._wording = Wording(self.layout, self.there, self._columns)
+            self._wording = Wording(self.layout, self.there, self.all_columns)
         return self._wording
 
     def _statement(self, text: str, *params: object) -> Statement:

@@ -12,7 +12,7 @@ select named.what, attribute.attname as name, format_type(kind.oid, case when ki
   left join lateral (
     select array_agg(label.enumlabel::text) as all from pg_catalog.pg_enum as label where label.enumtypid = kind.oid) as labels on true
 union all
-select 'trigger', made.tgname, encode(made.tgargs, 'escape'), false, null, 0
+select 'trigger', made.tgname, pg_get_triggerdef(made.oid), false, null, 0
   from named join pg_catalog.pg_trigger as made on made.tgrelid = named.relation
  where named.what = 'table' and not made.tgisinternal and made.tgenabled <> 'D'
 union all
