@@ -25,6 +25,7 @@ from shiftwork import App, events
 from shiftwork.errors import ConfigurationError
 from shiftwork.events import DatabaseAway, DatabaseBack, WorkerStarted
 from shiftwork.worker import endpoint
+from shiftwork.worker import worker as main_loop
 from shiftwork.worker.metrics import BOUNDS, MOST_TASKS, Metrics
 from tests import pooler
 from tests.harness import Protocol
@@ -348,6 +349,28 @@ async def test_a_worker_that_is_paused_is_not_ready(app: App, protocol: Protocol
         assert (status, told["reasons"]) == (503, ["it is paused, or everything is"])
         protocol.rows("select {}.resume(worker => %s)", shop.worker.id)
         await shop.ended(job)
+        assert (await asked(port, "/ready"))[0] == 200
+
+
+async def test_whom_a_transaction_that_does_not_end_keeps_from_claiming_says_so_and_is_not_ready(
+    app: App, dsn: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: D-30
+    @app.task
+    async def work() -> None: ...
+
+    monkeypatch.setattr(main_loop, "BARRED", 0.1)
+    async with app, Workshop(app, metrics_port=port) as shop:
+        await shop.event(WorkerStarted)
+        with psycopg.connect(dsn) as somebody:
+            somebody.execute("select shiftwork.pause(queue => 'another')")
+            job = await work.aenqueue()
+            await shop.event(events.ClaimsBarred, over=False)
+            status, told = await asked(port, "/ready")
+            assert status == 503
+            assert told["reasons"] == ["a transaction that pauses or limits something has not ended"]
+        await shop.ended(job)
+        assert [event.over for event in shop.seen(events.ClaimsBarred)] == [False, True]
         assert (await asked(port, "/ready"))[0] == 200
 
 

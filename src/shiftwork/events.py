@@ -262,6 +262,12 @@ class ClaimHookBack(Event, frozen=True):
     """It does not any more."""
 
 
+class ClaimsBarred(Event, frozen=True):
+    """Somebody has paused or limited something in a transaction that does not end, and nothing can be claimed; or it is over."""
+
+    over: bool
+
+
 class JobPassedBy(Event, frozen=True):
     """What a hook before a claim requires cannot be answered for this job, and so it is not claimed; told once."""
 

@@ -62,7 +62,7 @@ def _sole_stream(logger: logging.Logger) -> Stream | None:
     return only if isinstance(only, Stream) and not only.filters else None
 
 
-def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
+def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912, PLR0915
     if isinstance(event, events.JobEnded):  # before all others, since there are most of them
         return _ended(event)
     match event:
@@ -148,6 +148,11 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
             return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
         case events.ClaimHookBack():
             return logging.INFO, "before_claim succeeds again"
+        case events.ClaimsBarred(over):
+            if over:
+                return logging.INFO, "claiming goes on: that transaction has ended"
+            why = "a transaction that pauses or limits something has not ended; `select * from pg_locks where locktype = 'advisory'` shows whose"
+            return logging.ERROR, f"nothing can be claimed: {why}"
         case events.JobPassedBy(job):
             why = "a condition of before_claim cannot be answered for it"
             return logging.WARNING, f"job {job} is passed by here: {why}"

@@ -261,6 +261,9 @@ class Claimed:
     unanswered: Sequence[int] = ()
     """Jobs that were passed by since a condition cannot be answered for them."""
 
+    barred: bool = False
+    """Whether somebody pauses or limits something in a transaction that has not ended: until then nobody claims."""
+
     @classmethod
     def nothing(cls, worker: int, number: int, seconds: float) -> Self:
         """No claim was made; the next is due in so many seconds."""
@@ -411,6 +414,7 @@ def claim(
         [(one["kind"], one["name"], one.get("reason", "")) for one in report.get("ended", ())],
         refused,
         unanswered=report.get("unanswered", ()),
+        barred=report.get("barred", False),
     )
 
 

@@ -19,6 +19,7 @@ class Health:
         self._lapsing = False
         self._paused = False
         self._another = ""
+        self._barred = False
         self._away: set[str] = set()
         self._deaf = False
         self.notifications = 0.0
@@ -33,6 +34,8 @@ class Health:
                 self._paused = True
             case events.WorkerResumed():
                 self._paused = False
+            case events.ClaimsBarred(over):
+                self._barred = not over
             case events.SingletonLost(name):
                 self._another = name
             case events.SingletonHeld():
@@ -63,6 +66,8 @@ class Health:
             found.append("it is not registered")
         if self._paused:
             found.append("it is paused, or everything is")
+        if self._barred:
+            found.append("a transaction that pauses or limits something has not ended")
         if self._another:
             found.append(f"it is not the one at work as {self._another!r} any more")
         if self._lapsing:

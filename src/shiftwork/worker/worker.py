@@ -63,6 +63,9 @@ AGAIN = 0.5
 FULL = 0.5
 """How full the server's queue of notifications may be before it is worth a warning; from there on inserts keep silent."""
 
+BARRED = 5.0
+"""Seconds after which it is told that nothing can be claimed since somebody's transaction does not end."""
+
 MOST_QUEUES = 100
 """Queues of which metrics tell."""
 
@@ -132,7 +135,7 @@ class Worker:
         self._quiet = False
         """Whether nothing was held when it was last looked for more."""
 
-        self._paused = False
+        self._paused = self._barred = False
         self._skipped = False
         """Whether a hook has left a claim out."""
 
@@ -148,7 +151,7 @@ class Worker:
         # Why it may end, if it has done what it was to do; and whether it has asked for what is due by then.
         self._done, self._tidied = "", False
         self._reap_due = False
-        self._notifications = self._reap_at = 0.0
+        self._notifications = self._reap_at = self._barred_since = 0.0
         self._refusals = 0
         self._failed = False
         """Whether it stops for a reason that is none to be content with."""
@@ -470,6 +473,7 @@ class Worker:
         if claimed.paused is not self._paused:
             self._paused = claimed.paused
             self._publish(events.WorkerPaused(self.id) if self._paused else events.WorkerResumed(self.id))
+        self._bar(claimed.barred)
         if not claimed.number:
             self._leases.nudge()  # late; the next beat tells whether we were given up
             await asyncio.sleep(min(0.1, self._leases.seconds / 10))
@@ -477,6 +481,14 @@ class Worker:
         self._take_in(claimed)
         self._leases.answered = claimed.number
         return claimed
+
+    def _bar(self, barred: bool) -> None:
+        """Claims are barred for a moment whenever something is paused; of more than a moment is told."""
+        now = time.monotonic()
+        since, self._barred_since = self._barred_since, (self._barred_since or now) if barred else 0.0
+        if self._barred is not (barred and since > 0 and (self._barred or now - since > BARRED)):
+            self._barred = not self._barred
+            self._publish(events.ClaimsBarred(over=not self._barred))
 
     def _take_in(self, claimed: Claimed) -> None:
         tasks, holding, slots, lanes = self._tasks, self.holding, self._slots, self._lanes

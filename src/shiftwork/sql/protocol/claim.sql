@@ -15,7 +15,8 @@
 -- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
 -- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
 -- is not, the seconds until the next job falls due or a pause ends (0: somebody has locked what we need); whether a limit is
--- `full`, and whether this worker or everything is `paused`; pauses that have `ended` by themselves; which queues are `mixed`, which is to be said of them next time; and
+-- `full`, and whether this worker or everything is `paused`; whether claims are
+-- `barred` by a transaction that pauses or limits something and has not ended; pauses that have `ended` by themselves; which queues are `mixed`, which is to be said of them next time; and
 -- `places`, `due` and `earliest` (of the jobs that became ready with this claim), for a cursor:
 --
 -- Dead index entries pile up at the front of a queue, and no vacuum removes them while an old transaction is open. Reading
@@ -109,7 +110,7 @@ begin
   if paused or not turn then
     report.payload := jsonb_strip_nulls(jsonb_build_object(
       'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
-      'paused', nullif(paused, false), 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
+      'paused', nullif(paused, false), 'barred', nullif(not turn, false), 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
       case when turn then (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause
                             where pause.until > present) else 0 end));
     return next report;
