@@ -69,7 +69,7 @@ class Harm:
 
     def reached(self, point: str) -> Awaitable[None] | None:
         """A point of the worker's own."""
-        if point == "began" and self.point.endswith("release"):
+        if point == "claimed" and self.point.endswith("release"):
             self.worker.stop("to give back what has not begun")
         if point == "asleep" and (self.done or self.point in LAST):
             self.worker.stop("there is nothing left to see")

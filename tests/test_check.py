@@ -269,7 +269,7 @@ def test_a_pooler_in_transaction_mode_is_found_out(
     assert check(GOOD, "--live", "--dsn", dsn, "--listen-dsn", dsn)[1] == []
 
 
-def test_routines_that_an_app_declares_are_looked_for(check: Check, dsn: str) -> None:
+def test_routines_that_an_app_declares_are_looked_for(check: Check, dsn: str, fresh: Protocol) -> None:
     # spec: D-17
     declared = (
         "app.sql_task('derive', handler='stats.derive(jsonb)', before='pg_catalog.pi()', after='x.y()')\n"
