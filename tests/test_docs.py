@@ -46,6 +46,7 @@ INNER = {
     "end_pauses",
     "end_sessions",
     "enqueue_unique",
+    "fail_job",
     "failure",
     "finish",
     "finish_signalled",

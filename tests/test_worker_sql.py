@@ -292,6 +292,15 @@ async def test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_se
     assert [stats.job(one)["result"] for one in looks] == [[usual, f"{one} 1 t"] for one in looks]
 
 
+async def test_one_that_commits_may_have_any_name(stats: Protocol, app: App) -> None:
+    stats.connection.execute(
+        'create procedure stats."odd $1 %s"(payload jsonb) language plpgsql as $$ begin commit; end $$'
+    )
+    register(stats, "odd", 'stats."odd $1 %s"(jsonb)', commits=True)
+    async with Workshop(app) as shop:
+        await shop.ended(stats.enqueue("odd"), state="completed")
+
+
 async def test_there_is_no_python_around_a_routine(stats: Protocol, app: App) -> None:
     seen = []
 

@@ -177,7 +177,9 @@ class Transactions:
         await self._execute(connection, self._protocol.routine_call(run.id, run.attempt, run.task.handler))
         cursor = connection.own
         text, gives, _ = cast("tuple[Any, ...]", await cursor.fetchone())
-        call = text.replace("%", "%%").replace("$1", "%s::pg_catalog.jsonb")
+        call = "%s::pg_catalog.jsonb".join(
+            text.replace("%", "%%").rsplit("$1", 1)
+        )  # its name may have one, too
         try:
             await cursor.execute(call.encode(), (run.payload or "{}",))
             [value] = cast("tuple[Any, ...]", await cursor.fetchone()) if gives else [None]

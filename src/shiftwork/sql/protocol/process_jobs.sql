@@ -38,9 +38,17 @@ begin
     exit when job.id is null;
     begin
       select ran.complaint into complaint from shiftwork.run_job(job.worker, job.id, job.attempt) as ran;
-    exception when query_canceled or others then      -- none of the handler's: we were interrupted, or nothing can be written
+      if session.commits then
+        set constraints all immediate;      -- what the commit would find is found here, where it is this job's alone
+      end if;
+    exception when query_canceled or others then      -- we were interrupted, or what came of it cannot be written
       get stacked diagnostics code = returned_sqlstate, complaint = message_text;
-      perform shiftwork.close_session(job.worker, job.id, job.attempt);
+      complaint := pg_catalog.format('job %s could not be ended: %s', job.id, complaint);
+      if shiftwork.fail_job(job.worker, job.id, job.attempt, code, complaint) then
+        code := null;
+      else
+        perform shiftwork.close_session(job.worker, job.id, job.attempt);
+      end if;
     end;
     if session.commits then
       commit;
@@ -118,6 +126,31 @@ begin
            'tasks', (select coalesce(jsonb_agg(task.name), '[]') from shiftwork.tasks as task
                       where task.handler is not null and not task.commits))) as claimed
    where claimed.id > 0;
+end $$;
+
+-- A job did what kept its end from being written, and all of it is undone: that is a failure as others are. False if it is about the
+-- moment, or if nothing can be written about it at all.
+create or replace function shiftwork.fail_job(worker bigint, job bigint, attempt int, code text, message text) returns boolean
+language plpgsql as $$
+#variable_conflict use_variable
+declare
+  held record;
+  fate record;
+begin
+  select mine.failures, mine.max_attempts, known.retry into held
+    from shiftwork.jobs as mine left join shiftwork.tasks as known on known.name = mine.task
+   where mine.id = job and mine.attempt = fail_job.attempt and mine.worker = fail_job.worker and (mine.state = 'running') is true
+     for no key update of mine;
+  if not found or shiftwork.will_pass(code) then
+    return false;
+  end if;
+  select * into fate from shiftwork.decide(held.failures, held.max_attempts, held.retry, code);
+  perform shiftwork.conclude(jsonb_build_object('worker', worker, 'outcomes', jsonb_build_array(jsonb_strip_nulls(jsonb_build_object(
+    'id', job, 'attempt', attempt, 'state', fate.state, 'delay', fate.wait, 'failure', fate.counts,
+    'error', shiftwork.failure(code, message))))));
+  return true;
+exception when others then
+  return false;
 end $$;
 
 -- This session is no worker any more; a job that it could not run goes back.
