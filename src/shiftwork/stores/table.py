@@ -46,7 +46,10 @@ HELD = "select (one ->> 0)::bigint as id from jsonb_array_elements(%s::jsonb) as
 EXISTS = "select exists (select from <table> as job where job.<state>::text = any(%s::text[])) as there"
 NOTHING_IN_FLIGHT = "select null::text as virtual_transaction where false"
 BY_INDEX = "set local enable_seqscan = off; set local jit = off; "
-IN_ORDER = "set local enable_sort = off; set local jit = off; "
+IN_ORDER = (
+    "set local enable_sort = off; set local enable_incremental_sort = off; set local enable_bitmapscan = off;"
+    " set local jit = off; "
+)
 """By the indexes of what is held and of what waits, whatever the server believes of how much that is: it may have looked when there
 was nothing."""
 
