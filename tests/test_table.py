@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
+from unittest.mock import ANY
 from uuid import UUID
 
 import msgspec
@@ -297,6 +298,31 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
     assert row(table, mine[0])["num_resets"] == 1
     assert row(table, mine[0])["started_at"] is None
     assert row(table, theirs[0])["state"] == "processing"
+    store.close()
+
+
+def test_a_worker_that_is_heard_of_keeps_its_sessions_though_somebody_has_locked_one_of_its_rows(
+    table: Connection, dsn: str
+) -> None:
+    insert(table, 2)
+    store = TableStore("example_jobs", dsn=dsn)
+    statements, perform = made(store, table)
+    worker = perform(operations.register(statements))
+    locked, other = perform(operations.claim(statements, worker, {"example_jobs": None}, 2)).taken
+    stale = "update example_jobs set last_heartbeat_at = last_heartbeat_at - interval '1 hour' where id = %s"
+    table.execute(stale, (locked[0],))
+    named = make_conninfo(dsn, application_name=statements.session(worker))
+    with psycopg.connect(dsn) as person, psycopg.connect(named) as handler:
+        person.execute("update example_jobs set state = state where id = %s", (locked[0],))
+        handler.execute("select 1")
+        assert store.reset() == {}
+        handler.execute("select 1")
+        table.execute(stale, (other[0],))  # now nothing is heard of it at all
+        assert store.reset() == {other[0]: ("ready", ANY)}
+        with pytest.raises(psycopg.OperationalError):
+            handler.execute("select 1")
+        with contextlib.suppress(psycopg.Error):
+            handler.close()
     store.close()
 
 

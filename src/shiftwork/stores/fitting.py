@@ -204,7 +204,7 @@ def _unknown_fields(store: Table, rows: Rows) -> Iterator[Problem]:
     seen = {row["name"] for row in rows if row["what"] == "view"}
     where = f"the view {layout.view}" if layout.view else f"the table {layout.table}"
     if layout.view:
-        for our in ("id", "state", "process_after"):
+        for our in ("id", "state", "process_after", *(("finished_at",) if layout.retries else ())):
             if our in store.there and (name := store.there[our].name) not in seen:
                 yield Problem("SW-506", f"{where} has no column {name}, by which free jobs are found")
     for name in layout.fields or ():
