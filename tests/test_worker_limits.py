@@ -155,6 +155,36 @@ async def test_a_queue_never_has_more_at_once_than_it_may(app: App) -> None:
         assert crowd.most == 2
 
 
+async def test_room_that_a_queue_gains_while_a_claim_is_made_is_used_at_once(app: App) -> None:
+    # spec: QU-1, HO-19
+    latches = [Latch(), Latch()]
+
+    @app.task(queue="mail")
+    async def send(number: int) -> None:
+        if number < 2:
+            await latches[number].hold()
+
+    async with app, Workshop(app, queues="mail", queue_concurrency="mail=2", concurrency=5) as shop:
+        first = await send.aenqueue(0)
+        await latches[0].reached()
+        await shop.asleep()
+        claimed, declared = shop.gate("claimed"), shop.gate("declared")
+        others = await app.aenqueue_many([send.job(number) for number in (1, 2, 3)])
+        for latch, before in zip(latches, [first, others[0]], strict=True):
+            await claimed.reached()  # of the two places one was free: it has taken one job, and left others
+            latch.release()
+            await shop.ended(before)
+            shop.gate("declared")
+            claimed.open()
+            if latch is latches[0]:
+                await latches[1].reached()
+                await declared.reached()  # it has not found anything, as it believes, and looks for the last time
+                shop.gate("claimed")
+                declared.open()
+        declared.open()
+        await shop.ended(*others)
+
+
 async def test_a_task_never_runs_more_often_at_once_than_it_may(app: App) -> None:
     # spec: QU-1, D-22
     latch, crowds = Latch(), {"by_task": Crowd(), "by_setting": Crowd()}

@@ -395,6 +395,8 @@ class Worker:
             if claimed.skipped:
                 self._skipped = True
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
+            # A queue that had no room for more, and has by now, has been told to nobody.
+            again = not self._lanes.is_full and _reached_bound(wish, claimed)
             lane.more = claimed.more
             dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
             self._due = min(dues, default=None)
@@ -406,9 +408,9 @@ class Worker:
             self._passing = self._passing or lane.passing
             if lane is self._lanes.together:
                 if not claimed.more:
-                    return True
+                    return not again
                 continue  # lane by lane, then
-            idle = idle and not claimed.more
+            idle = idle and not claimed.more and not again
         return idle
 
     async def _gather(self, lane: Lane) -> None:
@@ -1015,7 +1017,16 @@ def _wants(subscriber: Subscriber, kind: type[Event]) -> bool:
     return wants is None or wants(kind)
 
 
-_task_of = itemgetter(1)
+def _reached_bound(wish: Mapping[str, int | None], claimed: Claimed) -> bool:
+    """Whether of some queue as many jobs were taken as it had room for."""
+    bounds = {queue: most for queue, most in wish.items() if most is not None}
+    if not bounds:
+        return False
+    taken = Counter(map(_queue_of, claimed.taken))
+    return any(taken[queue] >= most for queue, most in bounds.items())
+
+
+_task_of, _queue_of = itemgetter(1), itemgetter(2)
 
 
 def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:
