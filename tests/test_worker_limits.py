@@ -178,7 +178,7 @@ async def test_room_that_a_queue_gains_while_a_claim_is_made_is_used_at_once(app
             claimed.open()
             if latch is latches[0]:
                 await latches[1].reached()
-                await declared.reached()  # it has not found anything, as it believes, and looks for the last time
+                await declared.reached()  # as it believes, nothing is left: it looks for the last time
                 shop.gate("claimed")
                 declared.open()
         declared.open()
