@@ -181,7 +181,7 @@ def alone(server: str, template: str) -> Iterator[dict[str, Cost]]:
         yield scene(connection).verbs()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def crowded(server: str, template: str) -> Iterator[Scene]:
     with (
         copied(server, template) as dsn,
@@ -207,10 +207,10 @@ def test_what_a_worker_reads_does_not_grow_whenever_its_plans_were_made(
         for verb, cost in crowded.verbs().items():
             # A claim may look at so many rows that are not for it, twice: once to pick, once to say how far it looked.
             spare = 3 * examined if verb == "claim" else 0
-            # Turns that were rolled back leave dead entries in the indexes; a plan that reads everything costs ten times as much.
+            # Turns that were rolled back leave dead entries in the indexes, of which some more must be passed here.
             if (
                 cost.rows > alone[verb].rows + spare + 20
-                or cost.buffers > 3 * alone[verb].buffers + 2 * spare + 150
+                or cost.buffers > 1.5 * alone[verb].buffers + 2 * spare + 150
             ):
                 dear.append((statistics, verb, cost, alone[verb]))
     assert not dear, "\n".join(map(str, dear))
