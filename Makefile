@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 POOLED := $(addprefix tests/test_,worker*.py processes.py supervisor.py hooks.py duties.py metrics.py resilience.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench chaos chaos-table caps test-pooler test-matrix spec format clean
+.PHONY: help demo test check bench chaos caps test-pooler test-matrix spec format clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,11 +47,9 @@ format: $(READY) ## format and mend what can be mended
 bench: $(READY) ## measure, as ratios within one run
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(READY) ## do harm to workers, lines and the server, and account for every job; five to ten minutes
+chaos: $(READY) ## do harm to workers, lines and the server, and account for every job and every row; eight minutes
 	@$(BIN)/python -m tests.chaos $(ARGS)
-
-chaos-table: $(READY) ## the same to workers over a table of one's own; about three minutes
-	@$(BIN)/python -m tests.table_chaos $(ARGS)
+	@$(BIN)/python -m tests.table_chaos
 
 caps: $(READY) ## limits of the cluster under eight processes: never exceeded, and used; about a minute
 	@$(BIN)/python -m tests.caps $(ARGS)

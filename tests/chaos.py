@@ -349,11 +349,11 @@ class Havoc:
     def _lane(self, name: str, act: Callable[[], bool], many: int) -> None:
         """Do this so many times, evenly over the time; what found nobody to do it to is tried again."""
         dice = random.Random(f"{self.account.seed} {name}")
-        pause = self.size.seconds / (many + 1)
-        deadline = time.monotonic() + self.size.seconds * 1.5
-        done = 0
-        while done < many and time.monotonic() < deadline:
-            time.sleep(pause * dice.uniform(0.5, 1.5))
+        began, pause = time.monotonic(), self.size.seconds / (many + 1)
+        deadline = began + self.size.seconds * 1.5
+        for turn in range(1, many + 1):
+            due = began + pause * (turn + dice.uniform(-0.5, 0.5))
+            self._over.wait(max(0.0, due - time.monotonic()))
             while time.monotonic() < deadline:
                 with suppress(psycopg.Error, ProcessLookupError):
                     if act():
@@ -361,7 +361,6 @@ class Havoc:
                 time.sleep(0.05)
             else:
                 break
-            done += 1
             with self._guard:
                 self.account.did[name] += 1
 

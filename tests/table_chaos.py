@@ -196,9 +196,10 @@ class Havoc:
                 self.sent.append(Sent(number, "ok", transactional=True))
 
     def _lane(self, name: str, act: Callable[[], bool], many: int) -> None:
-        deadline = time.monotonic() + self.size.seconds * 1.5
-        for _ in range(many):
-            time.sleep(self.size.seconds / (many + 1))
+        began = time.monotonic()
+        deadline = began + self.size.seconds * 1.5
+        for turn in range(1, many + 1):
+            time.sleep(max(0.0, began + turn * self.size.seconds / (many + 1) - time.monotonic()))
             while time.monotonic() < deadline:
                 with suppress(psycopg.Error, ProcessLookupError):
                     if act():

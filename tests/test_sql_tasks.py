@@ -630,7 +630,7 @@ def test_a_handler_that_is_gone_fails_its_job_with_that(stats: Protocol) -> None
     assert "there is no routine stats.double(jsonb)" in stats.job(job)["error"]["message"]
 
 
-@pytest.mark.parametrize(
+SPOILT = pytest.mark.parametrize(
     ("body", "code"),
     [
         ("insert into stats.lonely values (1), (1)", "23505"),  # found by the commit
@@ -638,18 +638,26 @@ def test_a_handler_that_is_gone_fails_its_job_with_that(stats: Protocol) -> None
         ("delete from shiftwork.jobs where task = 'spoil'", "SW003"),
     ],
 )
-def test_a_job_whose_end_cannot_be_written_has_failed_and_stops_nobody(
-    stats: Protocol, body: str, code: str
-) -> None:
-    # fault: F29
+
+
+def spoil(stats: Protocol, body: str) -> int:
+    """A job whose end cannot be written, since its routine has done this."""
     stats.connection.execute(
         f"""create table stats.lonely (n int unique deferrable initially deferred);
             do $do$ begin create role shiftwork_nobody; exception when duplicate_object or unique_violation then null; end $do$;
             create procedure stats.spoil(payload jsonb) language plpgsql as $$ begin {body}; end $$""".encode()
     )
     register(stats, "spoil", "stats.spoil(jsonb)", retry={"max_attempts": 2, "delays": [0]})
+    return stats.enqueue("spoil")
+
+
+@SPOILT
+def test_a_job_whose_end_cannot_be_written_has_failed_and_stops_nobody(
+    stats: Protocol, body: str, code: str
+) -> None:
+    # fault: F29
     register(stats, "derive", "stats.derive_units(jsonb)")
-    bad, good = stats.enqueue("spoil"), stats.enqueue("derive", {"ids": [1]})
+    bad, good = spoil(stats, body), stats.enqueue("derive", {"ids": [1]})
     stats.connection.execute("call shiftwork.process_jobs()")
     assert (stats.state(bad), stats.state(good)) == ("failed", "completed")
     told = stats.job(bad)

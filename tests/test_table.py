@@ -523,6 +523,25 @@ async def test_a_table_that_is_not_there_is_told_so_and_can_be_waited_for(
         await store.arun_worker()
 
 
+async def test_a_column_that_is_dropped_under_a_worker_is_done_without(table: Connection, dsn: str) -> None:
+    latch = Latch()
+    store = TableStore("example_jobs", dsn=dsn, lease=timedelta(seconds=3))
+
+    @store.handler
+    async def handle(record: dict[str, Any]) -> None:
+        await latch.hold()
+
+    async with Workshop(store, concurrency=1, poll=timedelta(milliseconds=100)) as shop:
+        [held] = insert(table)
+        await latch.reached()
+        table.execute("alter table example_jobs drop column cancel, drop column num_resets")
+        shop.events.clear()
+        await shop.event(LeaseRenewed)  # though it has no room to claim
+        latch.release()
+        await shop.ended(held, *insert(table, 2))
+    assert (await store.acount_by_state("completed"))["completed"] == 3
+
+
 async def test_names_are_quoted_wherever_they_stand(connection: Connection, dsn: str) -> None:
     connection.execute(
         b'create schema "My %s"; create table "My %s"."Odd ""Jobs" ('

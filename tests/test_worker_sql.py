@@ -15,7 +15,7 @@ from shiftwork.events import JobEnded, JobReleased, JobStopped, WorkerStarted
 from shiftwork.worker.sql import hearing
 from tests import pooler
 from tests.harness import Protocol
-from tests.test_sql_tasks import WORLD, register
+from tests.test_sql_tasks import SPOILT, WORLD, register, spoil
 from tests.workshop import Latch, Workshop
 
 MORE = """
@@ -237,6 +237,19 @@ async def test_a_session_that_is_cut_off_costs_the_job_nothing_but_time(stats: P
         await shop.rows(f"select pg_terminate_backend(pid) from ({DAWDLING}) as one")
         await shop.ended(job, state="completed")
     assert stats.rows("select id from stats.units") == [{"id": 7}]
+
+
+@SPOILT
+async def test_a_job_whose_end_cannot_be_written_fails_as_it_does_without_a_worker(
+    stats: Protocol, app: App, body: str, code: str
+) -> None:
+    # fault: F29
+    async with Workshop(app) as shop:
+        bad = spoil(stats, body)
+        await shop.ended(bad, state="failed")
+    told = stats.job(bad)
+    assert (told["error"]["code"], told["failures"]) == (code, 2)
+    assert stats.rows("select * from stats.lonely") == []
 
 
 async def test_one_that_commits_by_itself_runs_at_the_top_of_a_session(stats: Protocol, app: App) -> None:

@@ -126,15 +126,14 @@ class Table:
             if row["what"] == "table"
         }
         names = {our: self.layout.theirs(our) for our in COLUMNS}
-        self.there = {
-            our: columns[name] for our, name in names.items() if name is not None and name in columns
-        }
+        there = {our: columns[name] for our, name in names.items() if name is not None and name in columns}
         channel = fitting.plain(literal(self.channels[0]))
         self.notifies = any(row["what"] == "trigger" and channel in row["type"] for row in rows)
         indexes = {row["name"] for row in rows if row["what"] == "index"}
         self._in_order = IN_ORDER if fitting.named(self, "claim") in indexes else ""
         self._by_index = BY_INDEX if fitting.named(self, "held") in indexes else ""
-        self.all_columns, self._wording = tuple(columns), None
+        # Last, the old words are thrown away: another thread may be about to say something, and make them once more.
+        self.all_columns, self.there, self._wording = tuple(columns), there, None
 
     @property
     def fence_column(self) -> str | None:

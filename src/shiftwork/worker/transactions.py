@@ -31,7 +31,7 @@ from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
 from shiftwork.database import Statement, aconnect, connect, cut, translate
-from shiftwork.errors import ConfigurationError, DatabaseUnavailable, ShiftworkError
+from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, FenceLost, ShiftworkError
 from shiftwork.job import State
 from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
@@ -165,7 +165,17 @@ class Transactions:
 
     async def run_job(self, run: Run, connection: Ours) -> Mapping[str, Any]:
         """Let the routine of a job be called, and what came of it be written: how that was answered."""
-        await self._execute(connection, self._protocol.run_job(run.worker, run.id, run.attempt), commits=True)
+        try:
+            await self._execute(
+                connection, self._protocol.run_job(run.worker, run.id, run.attempt), commits=True
+            )
+        except FenceLost:
+            await self._execute(connection, self._protocol.fence(run.id, run.attempt))
+            raise RoutineFailed("SW003", "the routine took the row of its own job away") from None
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:  # found by the commit, as a deferred constraint is
+            raise RoutineFailed(error.sqlstate, str(error)) from None
         cursor = connection.own
         if _found(cursor) is None:
             raise Unsure("what came of the job was not answered")

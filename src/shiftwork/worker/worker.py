@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shiftwork import events, operations
 from shiftwork.errors import (
+    ConfigurationError,
     DatabaseError,
     DatabaseUnavailable,
     NotInstalled,
@@ -56,6 +57,9 @@ BATCH = 500
 
 UNWRITTEN = 5_000
 """Outcomes that may wait to be written while more is claimed."""
+
+NOT_UNDERSTOOD = "42"
+"""The class of SQLSTATE for names that are not there, and for what may not be done with them."""
 
 AGAIN = 0.5
 """Seconds after which a job is given back whose former attempt still runs here; else we would claim it at once."""
@@ -160,6 +164,9 @@ class Worker:
         """Whether the server's queue of notifications is about to be full."""
 
         self._given_up = self._unanswered = False
+        self._altered = False
+        """Whether what we say is not understood: a table, or our schema, is not what it was when we began."""
+
         self._abandoned = 0
         self._buried: deque[int] = deque()
         self._due: float | None = None
@@ -271,6 +278,9 @@ class Worker:
                     continue
                 if self._given_up:
                     await self._register()
+                if self._altered:
+                    await self._line.perform(operations.require(self._store))
+                    self._altered = False
                 if self._unanswered:
                     await self._reconcile()
                 if self._registry.is_due:
@@ -289,7 +299,7 @@ class Worker:
                 if self._done:
                     await self._take_leave(self._done)
                 patience.reset()
-            except DatabaseError as error:
+            except (DatabaseError, ConfigurationError) as error:
                 self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
                 self._trouble("claiming", error)
                 await self._wait_out(patience)
@@ -764,7 +774,11 @@ class Worker:
                 self._away.discard(part)
                 self._publish(events.DatabaseBack(part))
                 self._wake()  # what another part waits for may be over as well
-        elif part not in self._away:
+            return
+        if (getattr(error, "sqlstate", None) or "").startswith(NOT_UNDERSTOOD):
+            self._altered = True
+            self._wake()
+        if part not in self._away:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
 
