@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
 
-from shiftwork import App, Context, Retry, database
+from shiftwork import App, Context, Retry, database, operations
 from shiftwork.errors import DatabaseUnavailable, NotInstalled
 from shiftwork.events import (
     DatabaseAway,
@@ -31,8 +33,10 @@ from shiftwork.events import (
     WorkerStopping,
 )
 from shiftwork.settings import Settings
+from shiftwork.stores.protocol import Protocol as Verbs
 from shiftwork.worker import waking
-from shiftwork.worker.line import Patience
+from shiftwork.worker.line import Line, Patience
+from shiftwork.worker.waking import Listener
 from tests.harness import Protocol
 from tests.station import Station
 from tests.wire import Wire
@@ -320,6 +324,44 @@ async def test_when_no_line_answers_any_more_handlers_are_told_in_time_and_all_g
             await shop.ended(job, state="completed")
             await works(shop)
             await over(shop, "lease")
+
+
+async def fails_while_it_is_cancelled(task: asyncio.Task[Any], connection: Any) -> None:
+    """Nobody answers a statement; whoever waits for it is told to end, has it cancelled, and is cut off."""
+    while connection.info.transaction_status != TransactionStatus.ACTIVE:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    database.cut(connection)
+
+
+async def test_a_line_that_fails_while_a_part_is_told_to_end_does_not_make_it_forget_that(dsn: str) -> None:
+    with Wire(dsn) as wire:
+        line, store = Line(Settings.read(dsn=wire.dsn), partial(str, "test")), Verbs()
+        await line.perform(operations.sql_tasks(store))
+        wire.stall()
+        asking = asyncio.create_task(line.perform(operations.sql_tasks(store)))
+        await fails_while_it_is_cancelled(asking, line._connection)
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+
+
+async def test_a_listener_ends_though_its_line_fails_when_it_is_told_to(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waking, "PROVE_EVERY", 0.001)
+    monkeypatch.setattr(waking, "PROVE_WITHIN", 60.0)
+    proven = asyncio.Event()
+    with Wire(dsn) as wire:
+        listener = Listener(
+            Settings.read(dsn=wire.dsn), Verbs(), partial(str, "test"), work=str, look=str, heard=lambda *_: proven.set()
+        )
+        async with listener, asyncio.timeout(60):
+            await proven.wait()
+            wire.stall()
+            assert listener._task is not None
+            await fails_while_it_is_cancelled(listener._task, listener._connection)
+        assert listener._task.done()
 
 
 async def test_a_slow_network_is_no_reason_to_give_anybody_up(dsn: str, protocol: Protocol) -> None:

@@ -153,10 +153,10 @@ class Duties:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._line.drop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._line.drop()
 
     async def _live(self) -> None:
         while True:

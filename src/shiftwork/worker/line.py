@@ -106,6 +106,8 @@ class Line:
         except DatabaseError as error:
             if will_pass(error):
                 self.drop()  # lost, or what this session was told when it began is the reason
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # which psycopg forgets when the line fails meanwhile
             raise
         finally:
             if connection.closed:

@@ -86,10 +86,10 @@ class Singleton:
 
     async def close(self) -> None:
         """Let go."""
+        self._hang_up()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        self._hang_up()
 
     async def _watch(self, connection: AsyncConnection[Any]) -> None:
         every = self._settings.heartbeat.total_seconds()

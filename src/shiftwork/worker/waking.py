@@ -62,7 +62,7 @@ class Listener:
         look: Callable[[int], None],
         heard: Callable[[bool, ShiftworkError | None], None],
     ) -> None:
-        self.proven = False
+        self.proven = self._over = False
         self._said: bool | None = None
         self._settings = settings
         self._channels = store.channels
@@ -79,14 +79,15 @@ class Listener:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._over = True  # for of a line that fails meanwhile it hears instead of being cancelled
+        self._hang_up()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._hang_up()
 
     async def _listen(self) -> None:
         patience = Patience(*CALL_AGAIN)
-        while True:
+        while not self._over:
             try:
                 await self._call()
                 self._work("")  # whatever was said before was missed
