@@ -354,7 +354,12 @@ async def test_a_listener_ends_though_its_line_fails_when_it_is_told_to(
     proven = asyncio.Event()
     with Wire(dsn) as wire:
         listener = Listener(
-            Settings.read(dsn=wire.dsn), Verbs(), partial(str, "test"), work=str, look=str, heard=lambda *_: proven.set()
+            Settings.read(dsn=wire.dsn),
+            Verbs(),
+            partial(str, "test"),
+            work=lambda _: None,
+            look=lambda _: None,
+            heard=lambda *_: proven.set(),
         )
         async with listener, asyncio.timeout(60):
             await proven.wait()

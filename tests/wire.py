@@ -136,16 +136,18 @@ class Wire:
         server.close()
         self._set_refusing(True)
         self._set_stalled(False)
-        for task in list(self._carrying):
-            task.cancel()
-        if self._carrying:
-            await asyncio.wait(self._carrying, timeout=5)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # calls that are being taken, too
+            for task in self._carrying:
+                task.cancel()
+            await asyncio.wait(others, timeout=5)
+        await asyncio.sleep(0)  # in which what was aborted is closed
 
     def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.calls += 1
         task = self._loop.create_task(self._carry(reader, writer))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
+        task.add_done_callback(lambda _: writer.transport.abort())  # even if it was cancelled before it began
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back: asyncio.StreamWriter | None = None

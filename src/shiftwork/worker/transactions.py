@@ -174,8 +174,8 @@ class Transactions:
             raise RoutineFailed("SW003", "the routine took the row of its own job away") from None
         except DatabaseUnavailable:
             raise
-        except DatabaseError as error:  # found by the commit, as a deferred constraint is
-            raise RoutineFailed(error.sqlstate, str(error)) from None
+        except DatabaseError as found:  # by the commit, as a deferred constraint is
+            raise RoutineFailed(found.sqlstate, str(found)) from None
         cursor = connection.own
         if _found(cursor) is None:
             raise Unsure("what came of the job was not answered")

@@ -163,10 +163,9 @@ class Worker:
         self._piling_up = False
         """Whether the server's queue of notifications is about to be full."""
 
-        self._given_up = self._unanswered = False
-        self._altered = False
-        """Whether what we say is not understood: a table, or our schema, is not what it was when we began."""
-
+        # Whether our lease was taken for over; whether a claim had no answer; whether what we say is not understood, since a
+        # table, or our schema, is not what it was.
+        self._given_up = self._unanswered = self._altered = False
         self._abandoned = 0
         self._buried: deque[int] = deque()
         self._due: float | None = None
@@ -276,15 +275,7 @@ class Worker:
                 if not self._singleton.held:
                     await self._take_singleton()
                     continue
-                if self._given_up:
-                    await self._register()
-                if self._altered:
-                    await self._line.perform(operations.require(self._store))
-                    self._altered = False
-                if self._unanswered:
-                    await self._reconcile()
-                if self._registry.is_due:
-                    await self._follow_registry()
+                await self._catch_up()
                 if self._leases.lapsed:
                     await self._wake.wait(self._leases.seconds / 10)  # what is claimed now would soon be lost
                     continue
@@ -303,6 +294,18 @@ class Worker:
                 self._unanswered = self._unanswered or getattr(error, "maybe_committed", False)
                 self._trouble("claiming", error)
                 await self._wait_out(patience)
+
+    async def _catch_up(self) -> None:
+        """See to what has become of us, of the tables and of the registry meanwhile."""
+        if self._given_up:
+            await self._register()
+        if self._altered:
+            await self._line.perform(operations.require(self._store))
+            self._altered = False
+        if self._unanswered:
+            await self._reconcile()
+        if self._registry.is_due:
+            await self._follow_registry()
 
     def _settings_patience(self) -> Patience:
         settings = self.settings
