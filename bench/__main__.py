@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import apart, protocol, table, workers
+from bench import apart, cancelling, protocol, table, workers
 from bench.measuring import PAIRS, Bench
 from shiftwork import embedded
 from shiftwork.migrate import migrate
@@ -43,6 +43,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "metrics": workers.metrics,
     "memory": workers.memory,
     "table": table.drain,
+    "cancel": cancelling.cancel,
 }
 
 
