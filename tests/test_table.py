@@ -740,6 +740,41 @@ async def test_what_is_inserted_wakes_a_worker_that_polls_rarely_once_the_trigge
         await shop.ended(*insert(table, 3))
 
 
+async def test_a_worker_that_polls_rarely_hears_of_what_waits_anew_and_sleeps_until_it_is_due(
+    table: Connection, dsn: str
+) -> None:
+    # spec: SG-22
+    retry = Retry(max_attempts=2, delay=timedelta(milliseconds=100))
+    store = TableStore("example_jobs", dsn=dsn, retry=retry, lease=timedelta(hours=1))
+    installing(store, table)
+
+    @store.handler(transaction=True)
+    async def handle(record: dict[str, Any], tx: psycopg.AsyncConnection[Any]) -> None:
+        if record["num_failures"] == 0:
+            raise ValueError("not yet")
+
+    async with Workshop(store) as shop:
+        await shop.asleep()
+        await shop.ended(*insert(table), state="completed")
+        [left] = insert(table, state="processing", last_heartbeat_at=datetime(2020, 1, 1, tzinfo=UTC))
+        [later] = insert(table, process_after=datetime.now(UTC) + timedelta(days=1))
+        await shop.asleep()
+        assert store.reset().keys() == {left}
+        await shop.ended(left, state="completed")
+        await shop.asleep()
+        table.execute("update example_jobs set process_after = now() where id = %s", (later,))
+        await shop.ended(later, state="completed")
+    store.close()
+
+
+def test_no_trigger_is_made_for_a_column_that_there_is_not_to_be(table: Connection, dsn: str) -> None:
+    table.execute("alter table example_jobs drop cancel, drop process_after")
+    store = TableStore("example_jobs", dsn=dsn, columns={"cancel": None, "process_after": None})
+    installing(store, table)
+    statements, _ = made(store, table)
+    assert statements.notifies
+
+
 @pytest.mark.parametrize("name", ["odd%jobs", "Aufträge", "it's"])
 def test_a_trigger_on_a_table_of_any_name_is_known_and_notifies_where_it_is_heard(
     connection: Connection, dsn: str, name: str

@@ -145,6 +145,26 @@ def test_a_process_that_runs_nothing_puts_back_what_the_dead_have_left(
     assert table("reset", "", "--json")[2] == ""
 
 
+# spec: SG-25
+def test_a_row_that_will_not_be_changed_keeps_no_other_from_being_put_back_however_many_there_are(
+    table: Table, connection: Connection
+) -> None:
+    # fault: F29
+    connection.execute(TABLE.encode())
+    connection.execute(
+        """create function refuse() returns trigger language plpgsql as $$ begin raise 'not this one'; end $$;
+           create trigger refuse before update on example_jobs for each row when (old.id = 2) execute function refuse()"""
+    )
+    connection.execute(
+        "insert into example_jobs (repository_id, state, last_heartbeat_at)"
+        " select 1, 'processing', now() - interval '2 minutes' from generate_series(1, 1200)"
+    )
+    code, _, said = table("reset")
+    assert code == 0
+    assert "job 2 cannot be put back: a trigger or constraint of the table refuses it" in said.splitlines()
+    assert said.endswith("1199 jobs put back.\n")
+
+
 # spec: SG-31
 def test_a_worker_over_a_table_runs_handlers_in_processes_of_their_own(
     connection: Connection, dsn: str

@@ -659,7 +659,13 @@ def declare_limits(store: Store, limits: Mapping[str, object]) -> Plan[int]:
 
 
 def reap(store: Store, reaper: int = 0, most: int = 1000, *, thorough: bool = False) -> Plan[dict[int, str]]:
-    """Take jobs back from workers whose lease has lapsed: ready, failed or cancelled, for each."""
+    """Take jobs back from workers whose lease has lapsed: ready, failed or cancelled, for each; or refused, if that cannot be written."""
+    rows, refused = yield from reap_rows(store, reaper, most, thorough=thorough)
+    return {row["id"]: row["answer"] for row in rows} | dict.fromkeys(refused, "refused")
+
+
+def reap_rows(store: Store, reaper: int, most: int, *, thorough: bool) -> Plan[tuple[Rows, list[int]]]:
+    """As `reap`, with all that a store says of each; and what was refused."""
     refused: list[int] = []
     try:
         rows = yield store.reap(reaper, most, thorough=thorough)
@@ -667,7 +673,7 @@ def reap(store: Store, reaper: int = 0, most: int = 1000, *, thorough: bool = Fa
         if not _is_about_a_row(error) or store.apart is None:
             raise
         rows = yield from _one_by_one(store.apart, "reap", {"worker": reaper}, refused)
-    return {row["id"]: row["answer"] for row in rows} | dict.fromkeys(refused, "refused")
+    return rows, refused
 
 
 def promote(store: Protocol, most: int = 1000) -> Plan[int]:

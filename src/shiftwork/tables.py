@@ -29,7 +29,8 @@ from shiftwork.worker import Worker
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-Answers = dict[int, str]
+RESET = 1_000
+"""Rows that are put back with one statement."""
 
 
 class TableStore(Program):
@@ -203,7 +204,10 @@ class TableStore(Program):
         return await self._aask(_oldest)
 
     def reset(self) -> dict[int, tuple[str, timedelta]]:
-        """Put back rows whose worker fell silent: each is ready, failed or cancelled now, and how long it had been silent."""
+        """Put back rows whose worker fell silent: each is ready, failed or cancelled now, and how long it had been silent.
+
+        One that a trigger or constraint of the table's will not have changed is `refused`, and has been silent for a lease at least.
+        """
         return self._ask(_reset)
 
     async def areset(self) -> dict[int, tuple[str, timedelta]]:
@@ -269,8 +273,13 @@ def _oldest(table: Table) -> Plan[timedelta | None]:
 
 
 def _reset(table: Table) -> Plan[dict[int, tuple[str, timedelta]]]:
-    rows = yield table.reap(0, 1000, thorough=True)
-    return {row["id"]: (row["answer"], timedelta(seconds=row["age"])) for row in rows}
+    found: dict[int, tuple[str, timedelta]] = {}
+    while True:
+        rows, refused = yield from operations.reap_rows(table, 0, RESET, thorough=True)
+        found.update({row["id"]: (row["answer"], timedelta(seconds=row["age"])) for row in rows})
+        found.update(dict.fromkeys(refused, ("refused", table.layout.lease)))
+        if len(rows) + len(refused) < RESET:
+            return found
 
 
 def _add_log(table: Table, context: Context, entry: Mapping[str, object]) -> Plan[int]:

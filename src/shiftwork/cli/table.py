@@ -116,18 +116,21 @@ def reset(where: str, every: timedelta | None, dsn: str | None, as_json: bool) -
                 answers = {}
                 click.echo(clean(f"the database is away, and it is tried again: {error}"), err=True)
             for job, (answer, age) in answers.items():
-                silent = timedelta(seconds=round(age.total_seconds()))
+                silent = format_duration(timedelta(seconds=round(age.total_seconds())))
                 if as_json:
                     click.echo(json_line({"job": job, "answer": answer, "silent": age.total_seconds()}))
-                else:
+                elif answer == "refused":
                     click.echo(
-                        f"job {job} is {answer}; its worker had been silent for {format_duration(silent)}"
+                        f"job {job} cannot be put back: a trigger or constraint of the table refuses it"
                     )
+                else:
+                    click.echo(f"job {job} is {answer}; its worker had been silent for {silent}")
             if every is None:
                 break
             pause.wait(every.total_seconds())
     if not as_json:
-        click.echo(f"{len(answers)} job{'s' * (len(answers) != 1)} put back.")
+        many = sum(answer != "refused" for answer, _ in answers.values())
+        click.echo(f"{many} job{'s' * (many != 1)} put back.")
 
 
 def problems(store: TableStore, execute: Execute) -> Iterator[Problem]:

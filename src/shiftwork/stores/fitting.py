@@ -230,7 +230,7 @@ def installation(store: Table) -> list[str]:
 
 
 def _columns(store: Table) -> Iterator[str]:
-    absent = [our for our in MADE if our not in store.there and store.layout.theirs(our) is not None]
+    absent = [our for our in MADE if our not in store.there and _wanted(store, our)]
     if "attempt" in absent and store.fence_column == "started_at":
         absent.remove("attempt")  # one fence is enough
     for our in absent:
@@ -243,7 +243,7 @@ def indexes(store: Table) -> Iterator[str]:
     free = "in ('queued', 'errored')" if store.layout.retries else "= 'queued'"
     yield _index(store, "claim", _order(store), f"{state} {free}")
     yield _index(store, "held", _quoted(store, "id"), f"{state} = 'processing'")
-    if "process_after" in store.there or "process_after" not in store.layout.columns:
+    if _wanted(store, "process_after"):
         after = _quoted(store, "process_after")
         yield _index(store, "due", after, f"{state} {free} and {after} is not null")
 
@@ -277,35 +277,46 @@ def _index(store: Table, what: str, columns: str, where: str) -> str:
 
 
 def _triggers(store: Table) -> Iterator[str]:
-    """One says after every INSERT that there is work; the other, that a job is to be looked at since somebody cancels it."""
-    table, (wake, cancel) = plain(relation(store.layout.table)), store.channels
-    for what, channel, payload, when in (
-        ("wake", wake, "tg_argv[1]", "after insert"),
-        ("cancel", cancel, f"new.{_quoted(store, 'id')}::text", ""),
-    ):
-        function = _beside(store, named(store, what))
-        returned = "null" if what == "wake" else "new"
+    """They say that there is work: after every INSERT, and when a row waits anew; and that a job is to be looked at since somebody cancels it."""
+    wake, cancel = store.channels
+    yield _notifying(store, "wake", "tg_argv[1]")
+    told = f"{_function(store, 'wake')}({plain(literal(wake))}, {plain(literal(store.layout.name))});"
+    yield f"{_trigger(store, 'wake', 'after insert')} for each statement execute function {told}"
+    free = [_quoted(store, our) for our in ("state", "process_after") if _wanted(store, our)]
+    former, now = (", ".join(f"{of}.{column}" for column in free) for of in ("old", "new"))
+    update = f"after update of {', '.join(free)}"
+    yield (
+        f"{_trigger(store, 'again', update)} for each row"
+        f" when (new.{_quoted(store, 'state')} in ('queued', 'errored') and row({former}) is distinct from row({now})) execute function {told}"
+    )
+    if _wanted(store, "cancel"):
+        column = _quoted(store, "cancel")
+        yield _notifying(store, "cancel", f"new.{_quoted(store, 'id')}::text")
         yield (
-            f"create or replace function {function}() returns trigger language plpgsql as $$\n"
-            "begin\n"
-            "  if pg_notification_queue_usage() < 0.5 then  -- it is a hint, and must not fail a commit\n"
-            f"    perform pg_notify(tg_argv[0], {payload});\n"
-            "  end if;\n"
-            f"  return {returned};\n"
-            "end $$;"
+            f"{_trigger(store, 'cancel', f'after update of {column}')} for each row"
+            f" when (new.{column} and not coalesce(old.{column}, false)) execute function {_function(store, 'cancel')}({plain(literal(cancel))});"
         )
-        trigger = quoted(named(store, what))
-        if what == "wake":
-            yield (
-                f"create or replace trigger {trigger} {when} on {table} for each statement"
-                f" execute function {function}({plain(literal(channel))}, {plain(literal(store.layout.name))});"
-            )
-        else:
-            column = _quoted(store, "cancel")
-            yield (
-                f"create or replace trigger {trigger} after update of {column} on {table} for each row"
-                f" when (new.{column} and not coalesce(old.{column}, false)) execute function {function}({plain(literal(channel))});"
-            )
+
+
+def _notifying(store: Table, what: str, payload: str) -> str:
+    return (
+        f"create or replace function {_function(store, what)}() returns trigger language plpgsql as $$\n"
+        "begin\n"
+        "  if pg_notification_queue_usage() < 0.5 then  -- it is a hint, and must not fail a commit\n"
+        f"    perform pg_notify(tg_argv[0], {payload});\n"
+        "  end if;\n"
+        "  return null;\n"
+        "end $$;"
+    )
+
+
+def _trigger(store: Table, what: str, when: str) -> str:
+    return f"create or replace trigger {plain(quoted(named(store, what)))} {when} on {plain(relation(store.layout.table))}"
+
+
+def _wanted(store: Table, our: str) -> bool:
+    """Whether there is such a column, or is to be one."""
+    return store.layout.theirs(our) is not None
 
 
 def _quoted(store: Table, our: str) -> str:
@@ -328,7 +339,7 @@ def named(store: Table, what: str) -> str:
     return name if len(name.encode()) <= 63 else f"shiftwork_{sha256(name.encode()).hexdigest()[:16]}_{what}"
 
 
-def _beside(store: Table, name: str) -> str:
+def _function(store: Table, what: str) -> str:
     """A function in the schema of the table."""
     *schema, _ = re.findall(r'"(?:[^"]|"")+"', plain(relation(store.layout.table)))
-    return ".".join([*schema, quoted(name)])
+    return ".".join([*schema, plain(quoted(named(store, what)))])
