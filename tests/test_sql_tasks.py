@@ -526,8 +526,42 @@ def test_a_call_that_is_cancelled_gives_its_job_back_at_once(dsn: str, stats: Pr
         session.connection.cancel_safe()
         assert isinstance(call.exception(30), psycopg.errors.QueryCanceled)
         row = stats.live(job)
-        assert (row["state"], row["failures"], row["resets"], units(stats)) == ("ready", 0, 0, [])
+        assert (row["state"], row["failures"], row["resets"], units(stats)) == ("ready", 0, 1, [])
         assert stats.value("select count(*) from {}.workers where gone_at is null") == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise exception 'as if it were cancelled' using errcode = '57014'",
+        "perform pg_sleep(60)",
+        "insert into stats.late values (1)",
+    ],
+)
+def test_a_job_that_ends_every_session_in_which_it_runs_has_failed_in_the_end(
+    stats: Protocol, body: str
+) -> None:
+    # fault: F29
+    stats.connection.execute(
+        f"""create table stats.late (n int);
+            create function stats.refuse() returns trigger language plpgsql as $$ begin raise 'not now' using errcode = '55000'; end $$;
+            create constraint trigger refuse after insert on stats.late deferrable initially deferred
+              for each row execute function stats.refuse();
+            create procedure stats.spoil(payload jsonb) language plpgsql as $$ begin {body}; end $$""".encode()
+    )
+    register(stats, "spoil", "stats.spoil(jsonb)")
+    register(stats, "derive", "stats.derive_units(jsonb)")
+    bad, good = stats.enqueue("spoil"), stats.enqueue("derive", {"ids": [1]})
+    stats.rows("set statement_timeout = '200ms'")
+    for _ in range(3):
+        with pytest.raises(psycopg.Error, match=f"job {bad} could not be ended: "):
+            stats.connection.execute("call shiftwork.process_jobs()")
+    stats.rows("reset statement_timeout")
+    stats.connection.execute("call shiftwork.process_jobs()")
+    assert (stats.state(bad), stats.state(good)) == ("failed", "completed")
+    told = stats.job(bad)
+    assert (told["error"]["code"], told["resets"], told["failures"]) == ("WORKER_CRASHED", 3, 0)
+    assert f"job {bad} could not be ended" in told["error"]["message"]
 
 
 def test_a_job_whose_cancelling_was_asked_for_is_not_run_and_not_run_again(dsn: str, stats: Protocol) -> None:
@@ -636,6 +670,7 @@ SPOILT = pytest.mark.parametrize(
         ("insert into stats.lonely values (1), (1)", "23505"),  # found by the commit
         ("set local role shiftwork_nobody", "42501"),  # so that nothing of ours can be written
         ("delete from shiftwork.jobs where task = 'spoil'", "SW003"),
+        ("insert into stats.sworn values (1)", "P0004"),  # found by the commit, in a way that is rarely caught
     ],
 )
 
@@ -644,6 +679,10 @@ def spoil(stats: Protocol, body: str) -> int:
     """A job whose end cannot be written, since its routine has done this."""
     stats.connection.execute(
         f"""create table stats.lonely (n int unique deferrable initially deferred);
+            create table stats.sworn (n int);
+            create function stats.swear() returns trigger language plpgsql as $$ begin assert false, 'never'; end $$;
+            create constraint trigger swear after insert on stats.sworn deferrable initially deferred
+              for each row execute function stats.swear();
             do $do$ begin create role shiftwork_nobody; exception when duplicate_object or unique_violation then null; end $do$;
             create procedure stats.spoil(payload jsonb) language plpgsql as $$ begin {body}; end $$""".encode()
     )

@@ -41,13 +41,13 @@ begin
       if session.commits then
         set constraints all immediate;      -- what the commit would find is found here, where it is this job's alone
       end if;
-    exception when query_canceled or others then      -- we were interrupted, or what came of it cannot be written
+    exception when query_canceled or assert_failure or others then      -- we were interrupted, or what came of it cannot be written
       get stacked diagnostics code = returned_sqlstate, complaint = message_text;
       complaint := pg_catalog.format('job %s could not be ended: %s', job.id, complaint);
       if shiftwork.fail_job(job.worker, job.id, job.attempt, code, complaint) then
         code := null;
       else
-        perform shiftwork.close_session(job.worker, job.id, job.attempt);
+        perform shiftwork.close_session(job.worker, job.id, job.attempt, complaint);
       end if;
     end;
     if session.commits then
@@ -153,13 +153,19 @@ exception when others then
   return false;
 end $$;
 
--- This session is no worker any more; a job that it could not run goes back.
-create or replace function shiftwork.close_session(worker bigint, job bigint default null, attempt int default null) returns void
+-- Until a job could end too many sessions, it had no reason.
+drop function if exists shiftwork.close_session(bigint, bigint, int);
+
+-- This session is no worker any more. A job with which it ended goes back, and that is counted: one that ends every session in which it
+-- is run (it takes longer than a statement may, or raises what looks like being cancelled) has failed in the end, and keeps nobody.
+create or replace function shiftwork.close_session(
+  worker bigint, job bigint default null, attempt int default null, why text default null) returns void
 language plpgsql as $$
 #variable_conflict use_variable
 begin
   if job is not null then
-    perform shiftwork.release(jsonb_build_object('worker', worker, 'held', jsonb_build_array(jsonb_build_array(job, attempt))));
+    perform shiftwork.release(jsonb_build_object(
+      'worker', worker, 'held', jsonb_build_array(jsonb_build_array(job, attempt)), 'crashed', jsonb_build_object(job, why)));
   end if;
   update shiftwork.workers as mine set lease_until = shiftwork.clock(), gone_at = shiftwork.clock()
    where mine.id = worker and mine.gone_at is null;
