@@ -670,7 +670,10 @@ SPOILT = pytest.mark.parametrize(
         ("insert into stats.lonely values (1), (1)", "23505"),  # found by the commit
         ("set local role shiftwork_nobody", "42501"),  # so that nothing of ours can be written
         ("delete from shiftwork.jobs where task = 'spoil'", "SW003"),
-        ("insert into stats.sworn values (1)", "P0004"),  # found by the commit, in a way that is rarely caught
+        (
+            "insert into stats.sworn values (1)",
+            "P0004",
+        ),  # found by the commit, in a way that is rarely caught
     ],
 )
 

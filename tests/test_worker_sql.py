@@ -225,7 +225,9 @@ async def test_a_worker_that_stops_gives_its_routine_back(stats: Protocol, app: 
     assert stats.rows("select * from stats.units") == []
 
 
-async def test_a_session_that_is_cut_off_costs_the_job_nothing_but_time(stats: Protocol, app: App) -> None:
+async def test_a_session_that_is_cut_off_costs_the_job_a_reset_and_no_failure(
+    stats: Protocol, app: App
+) -> None:
     # fault: F7
     register(stats, "dawdle", "stats.dawdle(jsonb)")
     async with Workshop(app) as shop:
@@ -237,6 +239,24 @@ async def test_a_session_that_is_cut_off_costs_the_job_nothing_but_time(stats: P
         await shop.rows(f"select pg_terminate_backend(pid) from ({DAWDLING}) as one")
         await shop.ended(job, state="completed")
     assert stats.rows("select id from stats.units") == [{"id": 7}]
+    assert (stats.job(job)["resets"], stats.job(job)["failures"]) == (1, 0)
+
+
+async def test_a_routine_that_ends_every_session_in_which_it_runs_has_failed_in_the_end(
+    stats: Protocol, app: App
+) -> None:
+    # fault: F30
+    stats.connection.execute(
+        "create procedure stats.leave(payload jsonb) language plpgsql as "
+        "$$ begin perform pg_terminate_backend(pg_backend_pid()); perform pg_sleep(600); end $$"
+    )
+    register(stats, "leave", "stats.leave(jsonb)")
+    async with Workshop(app) as shop:
+        job = stats.enqueue("leave")
+        await shop.ended(job, state="failed")
+    told = stats.job(job)
+    assert (told["error"]["code"], told["resets"], told["failures"]) == ("WORKER_CRASHED", 3, 0)
+    assert "its session was lost" in told["error"]["message"]
 
 
 @SPOILT

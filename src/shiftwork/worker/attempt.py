@@ -528,6 +528,10 @@ class Attempts:
                 return (
                     After.GIVEN_BACK
                 )  # its end may be what took it from us: asked again, the database tells
+            if isinstance(error, Unsure) and run.stop is None:
+                run.crashed = run.why = (
+                    f"its session was lost: {error}"  # maybe it does that to every session
+                )
             return self._transaction_failed(run, error)
         finally:
             session.remove_notice_handler(hear)

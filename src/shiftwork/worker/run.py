@@ -105,7 +105,7 @@ class Run(msgspec.Struct, eq=False):
     """Ends the statement that its thread waits for, if it is transactional."""
 
     crashed: str = ""
-    """How that process ended, if it did so before its time."""
+    """How that process ended, or the session in which a routine ran, if it did so before its time."""
 
     concluding: bool = False
     """Whether its outcome is being written: too late to be stopped."""
