@@ -276,7 +276,7 @@ async def test_a_process_that_cannot_be_started_costs_its_job_nothing(
             await shop.event(ProcessFailed)
             await shop.event(JobReleased, job=job)
         with monkeypatch.context() as broken:
-            broken.setattr(socket, "socketpair", no_more_files)
+            broken.setattr(os, "pipe", no_more_files)
             so_far = len(shop.seen(ProcessFailed))
             await shop.event(ProcessFailed, times=so_far + 2)
         assert "no more files" in shop.seen(ProcessFailed)[-1].error

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -70,9 +70,9 @@ NOTHING = msgspec.Raw(b"null")
 
 def main() -> None:
     """Run jobs until the worker hangs up."""
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 3:
         sys.exit("a process that runs jobs is started by a worker: shiftwork worker --help")
-    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    line = Line(*map(int, sys.argv[1:3]))
     begin = line.listen()
     if not isinstance(begin, Begin):
         return
@@ -83,6 +83,8 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  -- whatever the program does while it is imported
         line.say(Unready(_told(begin.where, error)))
         sys.exit(1)
+    gc.collect()
+    gc.freeze()  # what was imported stays: nobody need look through it for garbage again and again
     with app:
         line.say(Ready(sorted(app.tasks)))
         Place(app, line).serve()

@@ -6,8 +6,8 @@ what crosses is what is stored anyway.
 
 from __future__ import annotations
 
+import os
 import select
-import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -176,19 +176,19 @@ def heard(body: bytes | bytearray) -> FromProcess:
 
 
 class Line:
-    """The process's end of the pipe, at which one thread listens at a time, and any may speak."""
+    """The process's ends of the pipes, at which one thread listens at a time, and any may speak."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
         self._news = select.poll()
-        self._news.register(end.fileno(), select.POLLIN)
+        self._news.register(source, select.POLLIN)
         self._pieces = Unframing()
         self._ahead: bytes | bytearray | None = None
         self._speaking = threading.Lock()
 
     def fileno(self) -> int:
         """So that it can be waited for."""
-        return self._end.fileno()
+        return self._source
 
     def has_news(self) -> bool:
         """Whether there is something to listen to right now."""
@@ -200,10 +200,7 @@ class Line:
         """The next message; None if the worker has hung up."""
         body, self._ahead = self._ahead or self._pieces.take(), None
         while body is None:
-            try:
-                piece = self._end.recv(1 << 16)
-            except ConnectionError:
-                return None
+            piece = os.read(self._source, 1 << 16)
             if not piece:
                 return None
             self._pieces.add(piece)
@@ -214,4 +211,5 @@ class Line:
         """Send a message; waits while the worker is busy."""
         told = framed(message)
         with self._speaking:
-            self._end.sendall(told)
+            while told:
+                told = told[os.write(self._sink, told) :]

@@ -23,7 +23,6 @@ import dataclasses
 import fnmatch
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -303,7 +302,9 @@ class Process:
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._answer: asyncio.Future[Ended | Crash] | None = None
-        self._end: socket.socket
+        self._source = self._sink = -1
+        """Our ends of two pipes, from it and to it."""
+
         self._pieces = Unframing()
         self._unsent = b""
         self._hung_up = True
@@ -329,11 +330,7 @@ class Process:
         """Start it, and wait until it has imported the app."""
         assert self._owner.begin is not None  # noqa: S101
         try:
-            self._end, theirs = socket.socketpair()
-            self._end.setblocking(False)
-            self._loop.add_reader(self._end, self._read)
-            self._hung_up = False
-            threading.Thread(target=self._keep, args=(theirs,), name="shiftwork-process", daemon=True).start()
+            self._keep_in_thread(*self._lay_pipes())
         except (OSError, RuntimeError) as error:  # there are no more files, or no more threads
             self._not_started(error)
         else:
@@ -344,23 +341,47 @@ class Process:
         except TimeoutError:
             raise NoProcess(f"a process was not ready within {STARTING:.0f} s") from None
 
-    def _keep(self, theirs: socket.socket) -> None:
-        """In a thread: start it, wait for its end, and end what it has left behind."""
-        end = theirs.fileno()
+    def _lay_pipes(self) -> tuple[int, int]:
+        """A pipe each way, of which the process gets the other ends: to hand a job over they cost half of what sockets do."""
+        self._source, sink = os.pipe()
         try:
-            with theirs:
-                process = subprocess.Popen(  # noqa: S603
-                    [sys.executable, "-P", "-m", "shiftwork.child", str(end)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # what handlers print goes where log lines go
-                    env=self._owner.environment,
-                    pass_fds=(end,),
-                    process_group=0,  # not a session: the kernel may share out time by sessions, and then the pipe is slow
-                )
+            source, self._sink = os.pipe()
+        except OSError:
+            os.close(self._source)
+            os.close(sink)
+            raise
+        for end in (self._source, self._sink):
+            os.set_blocking(end, False)
+        self._loop.add_reader(self._source, self._read)
+        self._hung_up = False
+        return source, sink
+
+    def _keep_in_thread(self, *theirs: int) -> None:
+        try:
+            threading.Thread(target=self._keep, args=theirs, name="shiftwork-process", daemon=True).start()
+        except RuntimeError:
+            for end in theirs:
+                os.close(end)
+            raise
+
+    def _keep(self, *theirs: int) -> None:
+        """In a thread: start it, wait for its end, and end what it has left behind."""
+        try:
+            process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-P", "-m", "shiftwork.child", *map(str, theirs)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what handlers print goes where log lines go
+                env=self._owner.environment,
+                pass_fds=theirs,
+                process_group=0,  # not a session: the kernel may share out time by sessions, and then the pipe is slow
+            )
         except Exception as error:  # noqa: BLE001  -- somebody waits for an answer
             self._dead = True
             self._tell(self._not_started, error)
             return
+        finally:
+            for end in theirs:
+                os.close(end)
         with self._life:
             self.pid = process.pid
             if self._doomed:
@@ -430,19 +451,19 @@ class Process:
         if not self._unsent:
             told = told[self._send(told) :]
             if told and not self._hung_up:
-                self._loop.add_writer(self._end, self._send_more)
+                self._loop.add_writer(self._sink, self._send_more)
         self._unsent += told
 
     def _send_more(self) -> None:
         self._unsent = self._unsent[self._send(self._unsent) :]
         if not self._unsent:
-            self._loop.remove_writer(self._end)
+            self._loop.remove_writer(self._sink)
 
     def _send(self, told: bytes) -> int:
         if self._hung_up:
             return len(told)
         try:
-            return self._end.send(told)
+            return os.write(self._sink, told)
         except BlockingIOError:
             return 0
         except OSError:  # it is gone, which is told by its end
@@ -453,7 +474,7 @@ class Process:
         if self._hung_up:
             return False
         try:
-            piece = self._end.recv(1 << 16)
+            piece = os.read(self._source, 1 << 16)
         except BlockingIOError:
             return False
         except OSError:
@@ -478,9 +499,10 @@ class Process:
     def _hang_up(self) -> None:
         if not self._hung_up:
             self._hung_up = True
-            self._loop.remove_reader(self._end)
-            self._loop.remove_writer(self._end)
-            self._end.close()
+            self._loop.remove_reader(self._source)
+            self._loop.remove_writer(self._sink)
+            os.close(self._source)
+            os.close(self._sink)
 
     def _hear(self, message: object) -> None:
         run = self.run
