@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from shiftwork import App, Context, Job
-from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookRan, JobBegan, JobEnded, JobPassedBy
+from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookFailed, JobBegan, JobEnded, JobPassedBy
 from shiftwork.worker.hooks import Round
 from tests.harness import Protocol
 from tests.workshop import Latch, Workshop
@@ -238,14 +238,7 @@ async def test_hooks_run_before_and_after_every_job_whatever_comes_of_it(app: Ap
             *(("before", "good"), "good", ("after", "good", None)),
             *(("before", "bad"), "bad", ("after", "bad", "LookupError: gone")),
         ]
-        ran = shop.seen(HookRan)
-        assert [(event.hook, event.task, event.error) for event in ran] == [
-            ("before_job", "good", None),
-            ("after_job", "good", None),
-            ("before_job", "bad", None),
-            ("after_job", "bad", None),
-        ]
-        assert all(event.seconds >= 0 for event in ran)
+        assert not shop.seen(HookFailed)
 
 
 async def test_an_error_of_a_hook_around_a_job_is_a_warning_on_it(app: App) -> None:
@@ -274,7 +267,7 @@ async def test_an_error_of_a_hook_around_a_job_is_a_warning_on_it(app: App) -> N
             ("warning", "before_job failed: RuntimeError: not ready"),
             ("warning", "after_job failed: RuntimeError: too late"),
         ]
-        assert [event.error for event in shop.seen(HookRan)] == [
+        assert [event.error for event in shop.seen(HookFailed)] == [
             "RuntimeError: not ready",
             "RuntimeError: too late",
         ]

@@ -21,7 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shiftwork
-from shiftwork import App, events
+from shiftwork import App, Job, events
 from shiftwork.errors import ConfigurationError
 from shiftwork.events import DatabaseAway, DatabaseBack, WorkerStarted
 from shiftwork.worker import endpoint
@@ -275,19 +275,29 @@ def test_jobs_taken_from_the_dead_are_counted_by_what_became_of_them() -> None:
     assert seen["shiftwork_reset_failures_total"] == seen["shiftwork_reset_errors_total"] == 1
 
 
-def test_hooks_before_and_after_jobs_are_timed_apart_from_them() -> None:
+async def test_hooks_before_and_after_jobs_are_timed_apart_from_them(app: App, port: int) -> None:
     # spec: SG-36
-    metrics = Metrics(["t"], dict)
-    for hook in ("before_job", "after_job", "after_job"):
-        metrics(events.HookRan(hook, 1, "t", "q", 1, 0.25))
-    seen = {
-        (sample.name, sample.labels.get("hook")): sample.value
-        for family in metrics.collect()
-        for sample in family.samples
-        if sample.name.startswith("shiftwork_hook")
-    }
-    assert seen["shiftwork_hook_duration_seconds_count", "before_job"] == 1
-    assert seen["shiftwork_hook_duration_seconds_sum", "after_job"] == 0.5
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_job
+    def before(job: Job) -> None: ...
+
+    @app.after_job
+    def after(job: Job, failure: str | None) -> None: ...
+
+    @app.after_job
+    async def after_a_while(job: Job, failure: str | None) -> None:
+        await asyncio.sleep(0.01)
+
+    async with app, Workshop(app, metrics_port=port) as shop:
+        await shop.ended(await work.aenqueue(), await work.aenqueue())
+        seen = await scrape(port)
+    assert (
+        seen["hook_duration_seconds_count", "before_job"],
+        seen["hook_duration_seconds_count", "after_job"],
+    ) == (2, 2)
+    assert seen["hook_duration_seconds_sum", "after_job"] > 0.019
 
 
 def test_labels_are_bounded_whatever_is_enqueued() -> None:

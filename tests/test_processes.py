@@ -9,7 +9,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator

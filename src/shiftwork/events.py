@@ -239,17 +239,15 @@ class DatabaseBack(Event, frozen=True):
     part: str
 
 
-class HookRan(Event, frozen=True):
-    """A hook before or after a job has run."""
+class HookFailed(Event, frozen=True):
+    """A hook before or after a job has failed; the job goes on."""
 
     hook: str
     job: int
     task: str
     queue: str
     attempt: int
-    seconds: float
-    error: str | None = None
-    """Why it failed, if it did."""
+    error: str
 
 
 class ClaimHookFailed(Event, frozen=True):

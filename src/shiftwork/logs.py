@@ -35,7 +35,7 @@ class Telling:
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether an event of this kind may become a line; those of every job are many, and not even made in vain."""
-        return kind not in (events.JobBegan, events.HookRan) or self._logger.isEnabledFor(logging.DEBUG)
+        return kind is not events.JobBegan or self._logger.isEnabledFor(logging.DEBUG)
 
     def __call__(self, event: Event) -> None:
         level, words = _words(event)
@@ -139,11 +139,9 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912, P
             return logging.ERROR, f"{part} is interrupted, and goes on by itself: {error}"
         case events.DatabaseBack(part):
             return logging.INFO, f"{part} goes on"
-        case events.HookRan(hook, job, task, queue, attempt, seconds, error):
-            said = f"job {job} {task} (queue {queue}, attempt {attempt}): {hook} "
-            if error is None:
-                return logging.DEBUG, f"{said}took {_took(seconds)}"
-            return logging.WARNING, f"{said}failed, and the job goes on: {error}"
+        case events.HookFailed(hook, job, task, queue, attempt, error):
+            said = f"job {job} {task} (queue {queue}, attempt {attempt}): {hook} failed, and the job goes on"
+            return logging.WARNING, f"{said}: {error}"
         case events.ClaimHookFailed(error):
             return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
         case events.ClaimHookBack():

@@ -41,7 +41,9 @@ from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
 from shiftwork.worker.hooks import Hooks
+from shiftwork.worker.hooks import call as call_hook
 from shiftwork.worker.interruption import Interruption
+from shiftwork.worker.metrics import QUICK, Durations
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import Run, Stop, Task
@@ -94,7 +96,7 @@ class Attempts:
         processes: Processes,
         *,
         hooks: Hooks,
-        hook_ran: Callable[[Run, str, float, str | None], None],
+        publish: Callable[[events.Event], None],
         middleware: Sequence[Middleware] = (),
         waits: Callable[[], None],
         closing: Callable[[], bool],
@@ -111,7 +113,10 @@ class Attempts:
         self._processes = processes
         self._hooks = hooks
         self._hooked = bool(hooks.before_job or hooks.after_job)
-        self._hook_ran = hook_ran
+        self._publish = publish
+        self.hook_times = {kind: Durations(QUICK) for kind in ("before_job", "after_job")}
+        """How long those before and after each job took, kept here and not told: they are as many as jobs."""
+
         self._middleware = tuple(middleware)
         self._waits = waits
         self._closing = closing
@@ -254,8 +259,10 @@ class Attempts:
 
         One that fails is a warning on the job, and changes nothing.
         """
+        if not hooks:
+            return None
+        began = time.perf_counter()
         for place, hook in enumerate(hooks):
-            began, failed = time.perf_counter(), None
             try:
                 answer = hook(*given)
                 if answer is not None and inspect.isawaitable(answer):
@@ -265,34 +272,37 @@ class Attempts:
                     except StopIteration:
                         pass
                     else:
-                        left = (Waiting(step, pending), began)
-                        return self._rest_of_hooks(run, kind, left, hooks[place + 1 :], *given)
+                        rest = hooks[place + 1 :]
+                        return self._rest_of_hooks(run, kind, began, Waiting(step, pending), rest, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
-                failed = self._hook_failed(run, kind, error)
-            self._hook_ran(run, kind, time.perf_counter() - began, failed)
+                self._hook_failed(run, kind, error)
+        self.hook_times[kind].add(time.perf_counter() - began)
         return None
 
     async def _rest_of_hooks(
         self,
         run: Run,
         kind: str,
-        waiting: tuple[Waiting, float],
+        began: float,
+        waiting: Awaitable[None],
         hooks: Sequence[Callable[..., Any]],
         *given: object,
     ) -> None:
-        (step, began), failed = waiting, None
         try:
-            await step
+            await waiting
         except Exception as error:  # noqa: BLE001  -- it is not ours
-            failed = self._hook_failed(run, kind, error)
-        self._hook_ran(run, kind, time.perf_counter() - began, failed)
-        if (rest := self._tell_hooks(run, kind, hooks, *given)) is not None:
-            await rest
+            self._hook_failed(run, kind, error)
+        for hook in hooks:
+            try:
+                await call_hook(hook, *given)
+            except Exception as error:  # noqa: BLE001  -- it is not ours
+                self._hook_failed(run, kind, error)
+        self.hook_times[kind].add(time.perf_counter() - began)
 
-    def _hook_failed(self, run: Run, kind: str, error: Exception) -> str:
+    def _hook_failed(self, run: Run, kind: str, error: Exception) -> None:
         failed = f"{type(error).__name__}: {error}"
         self._settling.log(run, "warning", f"{kind} failed: {failed}")
-        return failed
+        self._publish(events.HookFailed(kind, run.id, run.name, run.queue, run.attempt, failed))
 
     def _ended(self, run: Run, ending: Fate) -> Coroutine[Any, Any, None] | None:
         run.ended = True

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shiftwork import events
@@ -82,9 +83,15 @@ class Metrics:
     """Counts events; a collector of Prometheus."""
 
     def __init__(
-        self, tasks: Collection[str], facts: Callable[[], Facts], then: Subscriber = lambda _: None
+        self,
+        tasks: Collection[str],
+        facts: Callable[[], Facts],
+        then: Subscriber = lambda _: None,
+        hooks: Mapping[str, Durations] = MappingProxyType({}),
     ) -> None:
-        """`facts` are gauges that are asked for when somebody looks; `then` is told of what does not concern single jobs."""
+        """`facts` are gauges that are asked for when somebody looks, and so are the durations of `hooks`; `then` is told of what does not
+        concern single jobs."""
+        self._hooks = hooks
         self._facts = facts
         self._then = then
         self._unknown = Task()
@@ -92,7 +99,6 @@ class Metrics:
         self._named = {UNKNOWN: self._unknown}
         self._know(tasks)
         self._claims, self._settlements, self._renewals = Durations(QUICK), Durations(QUICK), Durations(QUICK)
-        self._hooks: dict[str, Durations] = {}
         self._counts: Counter[tuple[str, ...]] = Counter()
         self._listens = 0
         self._waiting: Waiting = ()
@@ -120,11 +126,6 @@ class Metrics:
             took, seconds = task.took, event.seconds
             took.many[bisect_left(BOUNDS, seconds)] += 1
             took.total += seconds
-        elif type(event) is events.HookRan:
-            hook = self._hooks.get(event.hook)
-            if hook is None:
-                hook = self._hooks[event.hook] = Durations(QUICK)
-            hook.add(event.seconds)
         else:
             self._count(event)
             self._then(event)
@@ -231,7 +232,7 @@ class Metrics:
         hooks = HistogramMetricFamily(
             "shiftwork_hook_duration_seconds", "How long hooks before and after jobs took.", labels=("hook",)
         )
-        for name, durations in self._hooks.copy().items():
+        for name, durations in self._hooks.items():
             hooks.add_metric((name,), *durations.told())
         yield hooks
 

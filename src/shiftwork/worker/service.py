@@ -68,8 +68,8 @@ class Service:
             self._supervised.heed(lambda *_: None, lambda _: None)
 
     def wants(self, kind: type[Event]) -> bool:
-        """Beginnings and hooks are many, and of no interest here."""
-        return kind not in (events.JobBegan, events.HookRan)
+        """Beginnings are many, and of no interest here."""
+        return kind is not events.JobBegan
 
     def __call__(self, event: Event) -> None:
         match event:

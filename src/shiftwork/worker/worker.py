@@ -51,6 +51,7 @@ from shiftwork.worker.waking import Listener, Wake
 if TYPE_CHECKING:
     from shiftwork.worker.endpoint import Endpoint
     from shiftwork.worker.health import Health
+    from shiftwork.worker.metrics import Durations
 
 BATCH = 500
 """Jobs in one claim at most: while they run, the next are claimed."""
@@ -225,7 +226,7 @@ class Worker:
             self._transactions,
             self._processes,
             hooks=self._hooks,
-            hook_ran=self._hook_ran,
+            publish=self._publish,
             middleware=self._middleware,
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
@@ -244,7 +245,7 @@ class Worker:
             look=self._heard_of,
             heard=self._heard,
         )
-        self._endpoint = self._opened() if self.settings.metrics_port else None
+        self._endpoint = self._opened(attempts.hook_times) if self.settings.metrics_port else None
         self._singleton = Singleton(self.settings, self._lost_singleton)
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -365,7 +366,6 @@ class Worker:
     def _ask_subscribers(self) -> None:
         """Who wants to hear of what happens with every job, and is not worth an event otherwise."""
         self._told_beginnings = [one for one in self._subscribers if _wants(one, events.JobBegan)]
-        self._told_hooks = [one for one in self._subscribers if _wants(one, events.HookRan)]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -748,13 +748,6 @@ class Worker:
             began = events.JobBegan(run.id, run.name, run.queue, run.attempt)
             self._publish(began, self._told_beginnings)
 
-    def _hook_ran(self, run: Run, hook: str, seconds: float, failed: str | None) -> None:
-        """All hear of one that failed; of the others, who wants to."""
-        subscribers = self._told_hooks if failed is None else self._subscribers
-        if subscribers:
-            ran = events.HookRan(hook, run.id, run.name, run.queue, run.attempt, seconds, failed)
-            self._publish(ran, subscribers)
-
     def _heard_work(self, queue: str) -> None:
         if queue in {"", REGISTRY}:
             self._registry.told()
@@ -976,7 +969,7 @@ class Worker:
             "cpu": time.process_time(),
         }
 
-    def _opened(self) -> Endpoint:
+    def _opened(self, hooks: Mapping[str, Durations]) -> Endpoint:
         """Where we tell over HTTP how we are; each of several processes has its own port."""
         from shiftwork.worker.endpoint import Endpoint  # noqa: PLC0415  -- most workers need no web server
         from shiftwork.worker.health import Health  # noqa: PLC0415
@@ -985,7 +978,7 @@ class Worker:
         settings = self.settings
         port = settings.metrics_port + (process() or 0)
         health = Health()
-        metrics = Metrics(self._tasks, lambda: self._facts(health), then=health)
+        metrics = Metrics(self._tasks, lambda: self._facts(health), health, hooks)
         endpoint = Endpoint(
             (settings.metrics_host, port),
             health,
