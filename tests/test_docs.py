@@ -37,6 +37,7 @@ INNER = {
     "announce",
     "attend",
     "check_payload",
+    "check_merge",
     "check_retry",
     "close_session",
     "complete_insert",

@@ -61,7 +61,10 @@ def stats(protocol: Protocol) -> Protocol:
 
 def register(protocol: Protocol, task: str, handler: str, **options: Any) -> bool:
     named = "".join(f", {name} => %s" for name in options)
-    values = [json.dumps(value) if isinstance(value, dict) else value for value in options.values()]
+    values = [
+        json.dumps(value) if isinstance(value, dict) or name == "merge" else value
+        for name, value in options.items()
+    ]
     text: Any = f"select {{}}.register_task(%s, %s{named})"
     found = protocol.value(text, task, handler, *values)
     assert isinstance(found, bool)
@@ -145,6 +148,13 @@ def test_a_task_is_registered_with_its_routine_and_all_that_is_said_of_it(stats:
         ({"retry": {"factor": 0}}, "is no way to retry"),
         ({"retry": {"tries": 4}}, "is no way to retry"),
         ({"retry": {"max_attempts": 0}}, "is no way to retry"),
+        ({"merge": {"ids": "unite"}}, "is no way to merge"),
+        ({"merge": {"ids": None}}, "is no way to merge"),
+        ({"merge": {"days": "range:datemultirange"}}, "is no way to merge"),
+        ({"merge": ["union"]}, "is no way to merge"),
+        ({"merge": 3}, "is no way to merge"),
+        ({"merge": "function:stats.nowhere"}, "cannot merge"),
+        ({"merge": "function:pg_catalog.jsonb_typeof"}, "cannot merge"),
     ],
 )
 def test_what_cannot_be_run_is_refused_when_it_is_registered(
@@ -155,6 +165,19 @@ def test_what_cannot_be_run_is_refused_when_it_is_registered(
     assert refused.value.sqlstate == "SW001"
     assert refused.value.diag.message_hint
     assert stats.rows("select * from {}.tasks") == []
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        "deep",
+        {"a": "union", "b": "range:daterange", "c": "multirange:int8multirange"},
+        "function:pg_catalog.jsonb_concat",
+        {},
+    ],
+)
+def test_what_can_be_merged_is_registered(stats: Protocol, merge: object) -> None:
+    assert register(stats, "t", "stats.derive_units(jsonb)", merge=merge)
 
 
 def test_without_an_end_is_an_allowance_that_nobody_reaches(stats: Protocol) -> None:

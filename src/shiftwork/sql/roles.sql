@@ -92,7 +92,7 @@ grant execute on function
   shiftwork.run_routine(text, boolean, jsonb, text), shiftwork.run_hook(text, bigint, int, jsonb, text), shiftwork.seconds_of(text),
   shiftwork.report_progress(double precision, text), shiftwork.routine_call(text, boolean), shiftwork.decide(int, int, jsonb, text, double precision, double precision),
   shiftwork.register_task(text, text, text, int, int, jsonb, interval, text, text, boolean, text, text, text, interval, jsonb, int, text, text),
-  shiftwork.check_retry(jsonb), shiftwork.is_within(jsonb, numeric, numeric)          -- only if that is nothing new
+  shiftwork.check_retry(jsonb), shiftwork.check_merge(jsonb), shiftwork.is_within(jsonb, numeric, numeric)          -- only if that is nothing new
   to shiftwork_worker, shiftwork_operator;
 
 grant execute on procedure shiftwork.process_jobs(text, int, interval, int) to shiftwork_worker, shiftwork_operator;

@@ -15,6 +15,7 @@ declare
   wished shiftwork.tasks;
 begin
   perform shiftwork.check_retry(retry);
+  perform shiftwork.check_merge(merge);
   if commits and coalesce(before, after) is not null then
     raise exception using errcode = 'SW001', message = format('task "%s" commits by itself, and so nothing runs before or after it', task),
       hint = 'They would run in its transaction, of which there are several: let it call them itself.';
@@ -121,6 +122,32 @@ begin
      or (policy -> 'on' <> 'null' and jsonb_typeof(policy -> 'on') <> 'array') then
     raise exception using errcode = 'SW001', message = format('"%s" is no way to retry', left(retry::text, 200)),
       hint = format('It is a JSON object with some of these: %s. Waits are seconds, up to ten years; null attempts are without end.', usual);
+  end if;
+end $$;
+
+-- Refuse a merge that would fail whoever enqueues the second job, long after.
+create or replace function shiftwork.check_merge(merge jsonb) returns void language plpgsql stable as $$
+declare
+  said constant jsonb := case jsonb_typeof(merge) when 'object' then jsonb_path_query_array(merge, '$.*') else jsonb_build_array(merge) end;
+begin
+  if merge is null then
+    return;
+  end if;
+  if jsonb_typeof(merge) = 'string' and merge #>> '{}' like 'function:%' then
+    perform from pg_catalog.pg_proc as proc
+      where proc.oid = to_regproc(substr(merge #>> '{}', 10)) and oidvectortypes(proc.proargtypes) = 'jsonb, jsonb'
+        and proc.prorettype = 'jsonb'::regtype;
+    if not found then
+      raise exception using errcode = 'SW001', message = format('%s cannot merge: there is no such function', merge),
+        hint = 'It takes two payloads as jsonb, the former and the new one, and returns jsonb; name it with its schema, and without arguments.';
+    end if;
+  elsif exists (
+    select from jsonb_array_elements_text(said) as one
+     where (one in ('replace', 'deep', 'append', 'union', 'min', 'max', 'sum')
+            or one ~ '^(range:(int4|int8|num|date|ts|tstz)range|multirange:(int4|int8|num|date|ts|tstz)multirange)$') is not true) then
+    raise exception using errcode = 'SW001', message = format('"%s" is no way to merge', left(merge::text, 200)),
+      hint = 'It is an operator, or an object with one for each argument: replace, deep, append, union, range:<type>, multirange:<type>, min, max, sum. '
+             'Or a function of yours: "function:stats.merge_units".';
   end if;
 end $$;
 
