@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
@@ -24,6 +26,7 @@ from shiftwork import Retry, TableStore, operations
 from shiftwork.database import Plan, executing, run
 from shiftwork.errors import ConfigurationError, FenceLost, InvalidArgument, NotInstalled
 from shiftwork.events import ClaimHookFailed, JobEnded, JobLost, JobRefused, JobStopped, LeaseRenewed, Reaped
+from shiftwork.stores import wording
 from shiftwork.stores.fitting import installation
 from shiftwork.stores.table import Table
 from tests.test_conformance import TABLE
@@ -271,7 +274,7 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
 ) -> None:
     # fault: F4
     insert(table, 2)
-    store = TableStore("example_jobs", dsn=dsn)
+    store = TableStore("example_jobs", dsn=dsn, lease=timedelta(seconds=1))
     statements, perform = made(store, table)
     frozen, other = (perform(operations.register(statements)) for _ in range(2))
     [mine] = perform(operations.claim(statements, frozen, {"example_jobs": None}, 1)).taken
@@ -286,9 +289,11 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
             "update example_jobs set last_heartbeat_at = last_heartbeat_at - interval '1 hour' where id = %s"
         )
         table.execute(stale, (mine[0],))
-        assert store.reset() == {}  # it is locked; but now nobody holds it any more
-        with pytest.raises(psycopg.OperationalError):
-            stopped.execute("select 1")
+        table.execute(
+            "update example_jobs set last_heartbeat_at = now() + interval '1 hour' where id = %s",
+            (theirs[0],),
+        )
+        until_ended(stopped, store)
         alive.execute("select 1")
         [(job, (answer, silent))] = store.reset().items()
         assert (job, answer) == (mine[0], "ready")
@@ -301,16 +306,75 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
     store.close()
 
 
+def until_ended(session: psycopg.Connection[Any], store: TableStore) -> None:
+    """Reset, and nothing can be, until a session that has been silent for a lease is ended."""
+    patience = time.monotonic() + 30
+    while session.fileno() not in select.select([session.fileno()], [], [], 0.1)[0]:
+        assert time.monotonic() < patience, "it is there still"
+        assert store.reset() == {}
+    with pytest.raises(psycopg.OperationalError):
+        session.execute("select 1")
+
+
+async def test_a_handler_may_change_its_own_row_and_go_on_for_longer_than_the_lease(
+    table: Connection, dsn: str
+) -> None:
+    # spec: SG-14
+    [job] = insert(table)
+    store = TableStore("example_jobs", dsn=dsn, lease=timedelta(seconds=1))
+    latch = Latch()
+
+    @store.handler(transaction=True)
+    async def handle(record: dict[str, Any], tx: psycopg.AsyncConnection[Any]) -> None:
+        await tx.execute("update example_jobs set repository_id = 7 where id = %s", (record["id"],))
+        await latch.hold()
+
+    async with Workshop(store) as shop:
+        await latch.reached()
+        await shop.event(LeaseRenewed, times=len(shop.seen(LeaseRenewed)) + 6)
+        assert row(table, job)["last_heartbeat_at"] < datetime.now(UTC) - timedelta(seconds=1)
+        assert store.reset() == {}
+        latch.release()
+        await shop.ended(job, state="completed")
+    assert (row(table, job)["repository_id"], row(table, job)["num_resets"], latch.arrived) == (7, 0, 1)
+    store.close()
+
+
+async def test_a_handler_that_has_changed_its_own_row_is_told_that_it_cannot_add_to_its_logs(
+    table: Connection, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wording, "LOCKED_LONG", "100ms")
+    [job] = insert(table)
+    store = TableStore("example_jobs", dsn=dsn, retry=Retry.never())
+
+    @store.handler(transaction=True)
+    async def handle(
+        record: dict[str, Any], context: shiftwork.Context, tx: psycopg.AsyncConnection[Any]
+    ) -> None:
+        await tx.execute("update example_jobs set repository_id = 7 where id = %s", (job,))
+        await store.aadd_log(context, "clone")
+
+    await store.arun_worker(stop_when_idle=True)
+    assert (
+        "a handler that changes its own row in its transaction does that last"
+        in row(table, job)["failure_message"]
+    )
+    store.close()
+
+
 def test_a_worker_that_is_heard_of_keeps_its_sessions_though_somebody_has_locked_one_of_its_rows(
     table: Connection, dsn: str
 ) -> None:
     insert(table, 2)
-    store = TableStore("example_jobs", dsn=dsn)
+    store = TableStore("example_jobs", dsn=dsn, lease=timedelta(seconds=1))
     statements, perform = made(store, table)
     worker = perform(operations.register(statements))
     locked, other = perform(operations.claim(statements, worker, {"example_jobs": None}, 2)).taken
-    stale = "update example_jobs set last_heartbeat_at = last_heartbeat_at - interval '1 hour' where id = %s"
+    stale = "update example_jobs set last_heartbeat_at = last_heartbeat_at - interval '2 hours' where id = %s"
     table.execute(stale, (locked[0],))
+    table.execute(
+        "update example_jobs set last_heartbeat_at = now() + interval '1 hour' where id = %s", (other[0],)
+    )
     named = make_conninfo(dsn, application_name=statements.session(worker))
     with psycopg.connect(dsn) as person, psycopg.connect(named) as handler:
         person.execute("update example_jobs set state = state where id = %s", (locked[0],))
@@ -319,8 +383,7 @@ def test_a_worker_that_is_heard_of_keeps_its_sessions_though_somebody_has_locked
         handler.execute("select 1")
         table.execute(stale, (other[0],))  # now nothing is heard of it at all
         assert store.reset() == {other[0]: ("ready", ANY)}
-        with pytest.raises(psycopg.OperationalError):
-            handler.execute("select 1")
+        until_ended(handler, store)
         with contextlib.suppress(psycopg.Error):
             handler.close()
     store.close()

@@ -12,8 +12,8 @@ UPDATE, does not, and leaves the row alone. So a job in an open transaction cann
 is fenced, and fails, with all that was to be committed, if somebody has changed the row by hand.
 
 When a part fails: a worker that dies leaves `processing` rows whose heartbeat grows old, and any resetter puts them back. One that
-was stopped in the middle of a transaction keeps its row locked: then its sessions are ended, which are found by their name, and the next
-turn of the resetter has the row. A claim whose answer was lost left rows that its worker does not know of: its heartbeats give
+was stopped in the middle of a transaction keeps its row locked: then its sessions are ended, which are found by their name, once none of
+them has said anything for a lease, and the next turn of the resetter has the row. A claim whose answer was lost left rows that its worker does not know of: its heartbeats give
 them back.
 
 Which columns there are is read once, before the first job, and what is missing is left out of the statements. The names of columns

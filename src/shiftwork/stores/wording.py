@@ -19,8 +19,8 @@ SESSION = "shiftwork table "
 MOST_LINES = 1_000
 """Log lines that an attempt may leave."""
 
-LOCKED = "1s"
-"""How long a log line waits for somebody who has locked the row."""
+LOCKED, LOCKED_LONG = "1s", "5s"
+"""How long a log line waits for somebody who has locked the row, and how long a step of a handler's own."""
 
 HERE = "here as materialized (select statement_timestamp() as present, %s::text as holder)"
 HOLDS = """hold as materialized (
@@ -113,6 +113,7 @@ class Wording:
             "max_resets": str(layout.max_resets),
             "most_lines": str(MOST_LINES),
             "patience": LOCKED,
+            "long_patience": LOCKED_LONG,
             "here": HERE,
             "holds": HOLDS,
             "unless_one": UNLESS_ONE,
@@ -148,8 +149,8 @@ class Wording:
         parts["held"] = write("job.<state> = 'processing' and <same>")
         since = [f"job.{self._name(our)}" for our in ("last_heartbeat_at", "started_at") if has(our)]
         parts["since"] = f"coalesce({', '.join(since)}, '-infinity'::timestamptz)"
-        lease = f"interval '{layout.lease.total_seconds()} seconds'"
-        parts["stalled"] = write("job.<state> = 'processing' and <since> <= here.present - ") + lease
+        parts["lease"] = f"interval '{layout.lease.total_seconds()} seconds'"
+        parts["stalled"] = write("job.<state> = 'processing' and <since> <= here.present - <lease>")
         parts["attempt"] = self._fence_value()
         parts["claiming"] = self._claiming()
         parts["taken"], parts["record"] = self._taken(write)
