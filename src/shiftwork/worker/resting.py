@@ -7,6 +7,7 @@ open it wakes again and again. Behind all of it stands a poll.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -92,6 +93,7 @@ class Sleep:
 
     async def __call__(self, jobs: int, ends: float | None) -> bool:
         """Sleep, with so many jobs had so far, until something calls, or till a time; says if nothing has for a whole poll."""
+        await asyncio.sleep(0)  # what was just claimed begins first
         await self._pause_if_in_vain(jobs)
         flying: set[str] = set()
         if not self._told or time.monotonic() > self._again_at:
