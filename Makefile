@@ -47,9 +47,8 @@ format: $(READY) ## format and mend what can be mended
 bench: $(READY) ## measure, as ratios within one run
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(READY) ## do harm to workers, lines and the server, and account for every job and every row; eight minutes
+chaos: $(READY) ## do harm to workers, lines and the server, and account for every job; six minutes
 	@$(BIN)/python -m tests.chaos $(ARGS)
-	@$(BIN)/python -m tests.table_chaos
 
 caps: $(READY) ## limits of the cluster under eight processes: never exceeded, and used; about a minute
 	@$(BIN)/python -m tests.caps $(ARGS)

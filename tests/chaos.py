@@ -1,7 +1,7 @@
 """Everything at once: workers and their children killed and stopped, the server crashed, sessions ended, lines cut in the middle of
 what is said on them, while producers enqueue; and an account of every job afterwards.
 
-    make chaos          20,000 jobs, 5 producers, 6 worker processes; five minutes and more
+    make chaos          20,000 jobs, 5 producers, 8 worker processes; six minutes
 
 Each way of doing harm is a lane, with a thread of its own. What producers were told, what handlers wrote and what triggers noted in
 the database is then given to the judge, tests/checker.py.
@@ -34,7 +34,7 @@ import psycopg
 
 from shiftwork import App
 from shiftwork.errors import DatabaseError, DatabaseUnavailable
-from tests.chaos_app import PLAIN, ROUTINE, TRANSACTIONAL
+from tests.chaos_app import PLAIN, ROUTINE, ROW, TRANSACTIONAL
 from tests.checker import Act, Execution, History, Lease, Look, Loss, Sent, Step, Verdict, check
 from tests.station import Station
 from tests.wire import Wire
@@ -60,16 +60,30 @@ begin
   return null;
 end $$;
 create trigger note_lease after insert or update of lease_until on shiftwork.workers for each row execute function public.note_lease();
+create table public.chaos_rows (
+  id bigint generated always as identity (start with 1000000000) primary key, state text not null default 'queued', failure_message text,
+  queued_at timestamptz default now(), started_at timestamptz, finished_at timestamptz, process_after timestamptz,
+  num_resets int not null default 0, num_failures int not null default 0, last_heartbeat_at timestamptz,
+  worker_hostname text not null default '', attempt int not null default 0, number int not null);
+create function public.note_row() returns trigger language plpgsql as $$
+begin
+  insert into public.steps (job, attempt, worker, state) values (
+    new.id, new.attempt, nullif(split_part(new.worker_hostname, ':', -1), '')::bigint,
+    case new.state when 'queued' then 'ready' when 'errored' then 'scheduled' when 'processing' then 'running'
+                   when 'canceled' then 'cancelled' else new.state end);
+  return null;
+end $$;
+create trigger note_beginning after insert on public.chaos_rows for each row execute function public.note_row();
+create trigger note_step after update of state on public.chaos_rows for each row
+  when (old.state is distinct from new.state) execute function public.note_row();
 """
+FIRST_ROW = 1_000_000_000
+"""What is as large is the id of a row, and not of a job."""
 
-COMMAND = (
-    "-c",
-    "from shiftwork.cli import main; main()",
-    "worker",
-    "tests.chaos_app:app",
-    "--log-level",
-    "error",
-)
+LEFT = "select id from public.chaos_rows where state not in ('completed', 'failed', 'canceled')"
+
+COMMAND = ("-c", "from shiftwork.cli import main; main()", "worker", "--log-level", "error")
+PROGRAMS = ("app", "store")
 SAID = {
     "claim": ".claim(",
     "settle": ".settle(",
@@ -77,6 +91,9 @@ SAID = {
     "commit": ".conclude(",
     "run": ".run_job(",
     "renew": ".heartbeat(",
+    "claim of rows": "picked as materialized",
+    "commit of a row": "told as materialized",
+    "renew of rows": "ours as materialized",
 }
 """What is cut, and the words it is known by; a transactional job's commit goes with its conclusion, in SQL with its code."""
 
@@ -94,6 +111,7 @@ class Size:
     jobs: int = 20_000
     producers: int = 5
     workers: int = 6
+    table_workers: int = 2
     seconds: float = 300
     kills: int = 60
     children: int = 50
@@ -107,8 +125,18 @@ class Size:
 
     @property
     def bound(self) -> float:
-        """Seconds until a job that was lost runs again: a lease, a third of it until others look, a poll, and some."""
+        """Seconds until a job or a row that was lost runs again: a lease, a third of it until others look, a poll, and some."""
         return self.lease + self.lease / 3 + self.poll + self.slack
+
+
+@dataclass(frozen=True)
+class Hired:
+    """A worker process: what it works for, since when, where it tells its metrics, and where it logs."""
+
+    program: str
+    began: float
+    port: int
+    said: Path
 
 
 @dataclass
@@ -163,8 +191,7 @@ class Havoc:
         """Processes that were killed or stopped, and when."""
 
         self.looks: list[Look] = []
-        self.hired: dict[int, tuple[float, int, Path]] = {}
-        """When each process was started, where it tells its metrics, and where it logs."""
+        self.hired: dict[int, Hired] = {}
 
         self.crew: list[subprocess.Popen[bytes]] = []
         self.codes: list[int] = []
@@ -194,10 +221,10 @@ class Havoc:
             with psycopg.connect(self.station.dsn, autocommit=True) as connection:
                 connection.execute(TABLES)
                 connection.execute(ROUTINE.encode())
-            for _ in range(self.size.workers):
-                self._hire()
-            while len(self._ask("select from shiftwork.workers")) < self.size.workers:
-                time.sleep(0.1)  # what is done to them is spread over the time in which they work
+            for program, many in zip(PROGRAMS, (self.size.workers, self.size.table_workers), strict=True):
+                for _ in range(many):
+                    self._hire(program)
+            self._all_up()  # what is done to them is spread over the time in which they work
             began = time.monotonic()
             lanes = {
                 "kill": (self.kill, self.size.kills),
@@ -242,10 +269,10 @@ class Havoc:
                 self.account.violations += [
                     f"a worker ended by itself, with {one.returncode}" for one in dead
                 ]
-            for _ in dead:
-                self._hire()
+            for one in dead:
+                self._hire(self.hired[one.pid].program)
 
-    def _hire(self) -> None:
+    def _hire(self, program: str) -> None:
         size = self.size
         given: dict[str, Any] = {
             "lease": f"{size.lease}s",
@@ -262,19 +289,34 @@ class Havoc:
         said = self._folder / f"worker-{len(self.hired)}.log"
         with said.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, *COMMAND],
+                [sys.executable, *COMMAND, f"tests.chaos_app:{program}"],
                 env={**clean, **settings, "DATABASE_URL": self.wire.dsn, "CHAOS_LOG": str(self.log)},
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
         with self._guard:
-            self.hired[process.pid] = (time.monotonic(), given["metrics_port"], said)
+            self.hired[process.pid] = Hired(program, time.monotonic(), given["metrics_port"], said)
             self.crew.append(process)
+
+    def _all_up(self) -> None:
+        """Wait until everybody is known to the database."""
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            here = {pid for (pid,) in self._ask("select pid from shiftwork.workers")}
+            [(working,)] = self._ask(
+                "select count(distinct application_name) from pg_stat_activity where application_name ~ '^shiftwork table [0-9]+$'"
+            )
+            with self._guard:
+                crew = [one.pid for one in self.crew]
+            missing = [pid for pid in crew if pid not in here]
+            if working >= len(missing) == sum(self.hired[pid].program == "store" for pid in crew):
+                return
+            time.sleep(0.1)
 
     def _look(self, pid: int, children: int) -> Look:
         """What a process takes up now."""
-        began, _, said = self.hired[pid]
-        place, age = Path(f"/proc/{pid}"), time.monotonic() - began
+        one = self.hired[pid]
+        place, age = Path(f"/proc/{pid}"), time.monotonic() - one.began
         open_files = [str(one.readlink()) for one in (place / "fd").iterdir()]
         pages = int((place / "statm").read_text().split()[1])
         has = {
@@ -284,7 +326,7 @@ class Havoc:
             "MiB of memory": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
         }
         if age > YOUNG:
-            has["log lines a second"] = said.read_bytes().count(b"\n") / age
+            has["log lines a second"] = one.said.read_bytes().count(b"\n") / age
         return Look(pid, time.time(), has)
 
     def _produce(self, which: int) -> None:
@@ -298,10 +340,9 @@ class Havoc:
                 due += pause
                 self._over.wait(max(0.0, due - time.monotonic()))
                 transactional = number % 3 == 0
-                task = (
-                    dice.choice(TRANSACTIONAL) if transactional else dice.choice((*PLAIN[:2] * 4, PLAIN[2]))
-                )
-                answer = self._send(app, tasks[task], number, dice)
+                kinds = (*TRANSACTIONAL, ROW) if transactional else (*PLAIN[:2] * 4, PLAIN[2])
+                kind = dice.choice(kinds)
+                answer = self._insert(number) if kind == ROW else self._send(app, tasks[kind], number, dice)
                 with self._guard:
                     self.sent.append(Sent(number, answer, transactional))  # type: ignore[arg-type]
                 if answer != "ok":
@@ -328,6 +369,17 @@ class Havoc:
             task.enqueue(number=number)
         except DatabaseUnavailable as error:
             return "unknown" if error.maybe_committed else "failed"
+        return "ok"
+
+    def _insert(self, number: int) -> str:
+        """A row, as anybody may insert one."""
+        connected = False
+        try:
+            with psycopg.connect(self.wire.dsn, autocommit=True) as connection:
+                connected = True
+                connection.execute("insert into public.chaos_rows (number) values (%s)", (number,))
+        except psycopg.Error:
+            return "unknown" if connected else "failed"
         return "ok"
 
     def _send_in_transaction(self, task: Any, number: int, *, undone: bool) -> str:
@@ -368,7 +420,11 @@ class Havoc:
     def _somebody(self) -> Iterator[subprocess.Popen[bytes] | None]:
         """A worker that nobody else is doing anything to."""
         with self._guard:
-            chosen = self.dice.choice(self.crew) if len(self.crew) > self.size.workers // 2 else None
+            chosen = (
+                self.dice.choice(self.crew)
+                if len(self.crew) > (self.size.workers + self.size.table_workers) // 2
+                else None
+            )
             if chosen is not None:
                 self.crew.remove(chosen)
         try:
@@ -385,7 +441,7 @@ class Havoc:
                 return False
             victim.kill()
             victim.wait()
-        self._hire()
+        self._hire(self.hired[victim.pid].program)
         return True
 
     def kill_child(self) -> bool:
@@ -460,11 +516,21 @@ class Havoc:
         return caught
 
     def _at_work(self) -> set[int]:
+        """Processes that hold something: jobs, as the database knows, or rows, as far as their handlers have said so."""
         rows = self._ask(
             "select distinct worker.pid from shiftwork.workers as worker join shiftwork.jobs as job on job.worker = worker.id"
             " where job.state = 'running'"
         )
-        return {pid for (pid,) in rows}
+        held = self._ask("select id, attempt from public.chaos_rows where state = 'processing'")
+        ran = self._ran()
+        return {pid for (pid,) in rows} | {
+            ran[job, attempt] for job, attempt in held if (job, attempt) in ran
+        }
+
+    def _ran(self) -> dict[tuple[int, int], int]:
+        """Which process ran an attempt, as its handler has said."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return {(int(job), int(attempt)): int(pid) for _, _, job, attempt, pid, _ in map(str.split, lines)}
 
     def _ask(self, text: LiteralString, *params: object) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.station.dsn, autocommit=True, connect_timeout=5) as connection:
@@ -475,14 +541,11 @@ class Havoc:
     def _drain(self) -> None:
         """What is left is done within a minute and a half, and who was hired last is there: nothing is in the way any more."""
         deadline = time.monotonic() + 90
-        crew = [process.pid for process in self.crew]
-        missing: LiteralString = (
-            "select from unnest(%s::int[]) as pid where pid <> all(select pid from shiftwork.workers)"
-        )
         while time.monotonic() < deadline and (
-            self._ask("select from shiftwork.jobs limit 1") or self._ask(missing, crew)
+            self._ask("select from shiftwork.jobs limit 1") or self._ask(LEFT)
         ):
             time.sleep(0.2)
+        self._all_up()
 
     def _dismiss(self) -> None:
         for process in self.crew:
@@ -504,7 +567,7 @@ class Havoc:
         for process in self.crew:
             with (
                 suppress(OSError),
-                urlopen(f"http://127.0.0.1:{self.hired[process.pid][1]}/metrics") as answer,
+                urlopen(f"http://127.0.0.1:{self.hired[process.pid].port}/metrics") as answer,
             ):
                 told[f"completed by process {process.pid}"] = sum(
                     float(value)
@@ -520,14 +583,23 @@ class Havoc:
                 "select state::text, count(*) from shiftwork.all_jobs group by state"
             )
         }
-        completed = dict(
-            self._ask(
-                "select worker.pid, count(*) from shiftwork.history as job join shiftwork.workers as worker"
-                " on worker.id = job.worker where job.state = 'completed' group by worker.pid"
+        completed = Counter(
+            dict(
+                self._ask(
+                    "select worker.pid, count(*) from shiftwork.history as job join shiftwork.workers as worker"
+                    " on worker.id = job.worker where job.state = 'completed' group by worker.pid"
+                )
+            )
+        )
+        ran = self._ran()
+        completed.update(
+            ran[job, attempt]
+            for job, attempt in self._ask(
+                "select id, attempt from public.chaos_rows where state = 'completed'"
             )
         )
         pids = [process.pid for process in self.crew]
-        return true | {f"completed by process {pid}": float(completed.get(pid, 0)) for pid in pids}
+        return true | {f"completed by process {pid}": float(completed[pid]) for pid in pids}
 
     def _judge(self) -> Account:
         account = self.account
@@ -551,13 +623,25 @@ class Havoc:
                 began.append((int(pid), int(job), int(attempt), float(at)))
             else:
                 left[int(job), int(attempt)] = float(at)
-        workers = self._ask("select id, pid from shiftwork.workers")
+        # A worker over a table is known to nobody but its rows.
+        ran = self._ran()
+        workers = [
+            *self._ask("select id, pid from shiftwork.workers"),
+            *{
+                (step.worker, ran[step.job, step.attempt])
+                for step in steps
+                if step.job >= FIRST_ROW and (step.job, step.attempt) in ran
+            },
+        ]
         history = History(
             sent=self.sent,
-            numbers=dict(self._ask("select id, (payload ->> 'number')::int from shiftwork.all_jobs")),
+            numbers={
+                **dict(self._ask("select id, (payload ->> 'number')::int from shiftwork.all_jobs")),
+                **dict(self._ask("select id, number from public.chaos_rows")),
+            },
             steps=steps,
             acts=acts,
-            left=[job for (job,) in self._ask("select id from shiftwork.jobs")],
+            left=[job for (job,) in (*self._ask("select id from shiftwork.jobs"), *self._ask(LEFT))],
             losses=[
                 *_losses_of_workers(steps, workers, self.gone),
                 *_losses_of_children(began, left, self.gone),

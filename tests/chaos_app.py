@@ -1,4 +1,5 @@
-"""What the workers of `make chaos` run: a task for each way of running code. What it does is written to a file, or in its transaction."""
+"""What the workers of `make chaos` run: a task for each way of running code, and the rows of a table. What it does is written to a file,
+or in its transaction."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ ALWAYS: Any = {
     "max_resets": 1_000_000,
     "retry": shiftwork.Retry(max_attempts=1_000_000, delays=timedelta(milliseconds=100), factor=1),
 }
+store = shiftwork.TableStore("chaos_rows", **ALWAYS)
 """Lost and failed as often as may be: sessions are ended under these handlers, and that is an error like others."""
 
 EFFECT = "insert into public.effects (number, job, attempt) values (%s, %s, %s)"
 PLAIN = ("note", "note_blocking", "note_in_a_process")
 TRANSACTIONAL = ("transfer", "transfer_blocking", "transfer_in_sql")
+ROW = "row"
 LONGEST = 0.05
 
 
@@ -83,6 +86,13 @@ def transfer_blocking(tx: Connection[Any], context: Context, number: int) -> Non
     with _at_work(context, number):
         tx.execute(EFFECT, (number, context.job.id, context.attempt))
         time.sleep(random.uniform(0, LONGEST))
+
+
+@store.handler(transaction=True)
+async def transfer_for_a_row(row: dict[str, Any], tx: AsyncConnection[Any], context: Context) -> None:
+    with _at_work(context, row["number"]):
+        await tx.execute(EFFECT, (row["number"], context.job.id, context.attempt))
+        await asyncio.sleep(random.uniform(0, LONGEST))
 
 
 ROUTINE = f"""

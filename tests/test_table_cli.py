@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from shiftwork import cli
 from shiftwork.stores.fitting import KINDS
-from tests.table_chaos import Havoc, Size
 from tests.test_cli import SHIFTWORK
 from tests.test_conformance import TABLE
 
@@ -214,16 +213,3 @@ def test_the_example_over_repositories_does_what_its_page_says(dsn: str) -> None
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs" / "example-repositories.md").read_text("utf-8")
     assert done.stdout.strip() in page
-
-
-# spec: SG-14, SG-15, SG-25, D-1
-def test_whatever_happens_every_row_ends_and_its_effect_happens_once() -> None:
-    # fault: F1, F4, F7, F10, F11
-    small = Size(
-        jobs=100, workers=2, seconds=5, kills=1, stops=1, restarts=1, terminations=2, cuts=4,
-        slack=20,  # other tests run beside this one
-    )  # fmt: skip
-    havoc = Havoc(small, seed=1)
-    verdict = havoc.run()
-    assert verdict.violations == [], havoc.did
-    assert havoc.did["restart"] == 1, havoc.did

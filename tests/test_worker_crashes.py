@@ -176,10 +176,10 @@ def test_a_stopped_worker_loses_its_transaction_and_can_commit_nothing(dsn: str)
 
 
 def test_whatever_happens_every_effect_happens_and_every_job_ends() -> None:
-    # spec: D-1, D-2, D-16, QU-18, SH-21, HO-22
+    # spec: D-1, D-2, D-16, QU-18, SH-21, HO-22, SG-14, SG-15, SG-25
     # fault: F1, F2, F4, F7, F10, F11
     small = Size(
-        jobs=500, producers=3, workers=4, seconds=12, kills=3, children=2, stops=1, restarts=1, terminations=4, cuts=10,
+        jobs=500, producers=3, workers=3, table_workers=1, seconds=12, kills=3, children=2, stops=1, restarts=1, terminations=4, cuts=10,
         slack=15,  # other tests run beside this one
     )  # fmt: skip
     account = unleash(small, seed=1)
