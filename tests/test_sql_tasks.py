@@ -544,6 +544,19 @@ def test_the_next_session_takes_over_from_one_that_died(dsn: str, stats: Protoco
         assert (stats.state(job), stats.job(job)["resets"], units(stats)) == ("completed", 1, [1])
 
 
+def test_a_session_of_another_database_is_not_taken_for_one_of_this(server: str, stats: Protocol) -> None:
+    # spec: ST-14
+    job = stats.enqueue("hold")
+    [opened] = stats.rows("select * from {}.open_session(null, '')")
+    stats.claim(opened["worker"])
+    assert stats.reap() == {}  # it is there
+    with psycopg.connect(server, autocommit=True) as foreign:
+        elsewhere = "update {}.workers set backend_pid = %s, started_at = 'infinity' where id = %s"
+        stats.rows(f"{elsewhere} returning id", foreign.info.backend_pid, opened["worker"])
+        assert stats.reap() == {job: "ready"}
+        foreign.execute("select 1")
+
+
 def test_a_call_that_is_cancelled_gives_its_job_back_at_once(dsn: str, stats: Protocol) -> None:
     with processing(dsn, stats) as (job, session, call):
         session.connection.cancel_safe()

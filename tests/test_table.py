@@ -270,7 +270,7 @@ def _asked(statements: Table) -> Plan[Any]:
 
 # spec: SG-25, D-15
 def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and_loses_the_row(
-    table: Connection, dsn: str
+    table: Connection, dsn: str, server: str
 ) -> None:
     # fault: F4
     insert(table, 2)
@@ -281,7 +281,13 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
     [theirs] = perform(operations.claim(statements, other, {"example_jobs": None}, 1)).taken
     named = make_conninfo(dsn, application_name=statements.session(frozen))
     bystander = make_conninfo(dsn, application_name=statements.session(other))
-    with psycopg.connect(named) as stopped, psycopg.connect(bystander) as alive:
+    foreign = make_conninfo(server, application_name=statements.session(frozen))
+    with (
+        psycopg.connect(named) as stopped,
+        psycopg.connect(bystander) as alive,
+        psycopg.connect(foreign) as elsewhere,
+    ):
+        elsewhere.execute("select 1")
         opened = statements.fence(mine[0], mine[5])
         stopped.execute(opened.text.encode(), opened.params)
         alive.execute("select 1")
@@ -295,6 +301,7 @@ def test_a_worker_that_was_stopped_in_its_transaction_has_its_sessions_ended_and
         )
         until_ended(stopped, store)
         alive.execute("select 1")
+        elsewhere.execute("select 1")
         [(job, (answer, silent))] = store.reset().items()
         assert (job, answer) == (mine[0], "ready")
         assert silent > timedelta(minutes=59)
