@@ -48,7 +48,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "Add sslmode=verify-full to the DSN, and sslrootcert if the server has a CA of its own.",
     ),
     "SW-104": ("warning", "pip install 'shiftwork[prometheus]'; without it there are /live and /ready only."),
-    "SW-201": ("error", "Write it like app:app or path/to/app.py:app, and start where your program is."),
+    "SW-201": (
+        "error",
+        "Write it like app:app or path/to/app.py:app, and start where your program is. A TableStore is for `shiftwork table check`.",
+    ),
     "SW-202": ("error", "Mend your program; the message ends with what it raised, and where."),
     "SW-203": ("warning", "Enqueue and ask in functions, not while the module is imported."),
     "SW-301": (
