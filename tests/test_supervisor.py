@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,15 @@ class Supervised:
 
 @contextmanager
 def supervised(
-    dsn: str, *arguments: str, where: str = "tests.crew:app", cwd: Path = ROOT, **environment: str
+    dsn: str,
+    *arguments: str,
+    where: str = "tests.crew:app",
+    cwd: Path = ROOT,
+    program: Sequence[str] = SHIFTWORK,
+    **environment: str,
 ) -> Iterator[Supervised]:
     """A supervisor in a process of its own, which is ended with the block, and so are those it started."""
-    command = [*SHIFTWORK, "worker", where, "--log-format", "json", *arguments]
+    command = [*program, "worker", where, "--log-format", "json", *arguments]
     with subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -291,6 +296,35 @@ def test_a_program_that_cannot_be_imported_replaces_nothing(dsn: str, tmp_path: 
         assert "cannot be imported" in line["error"]
         assert all(is_alive(pid) for pid in pids.values())
         assert two.ends(signal.SIGTERM) == 0
+
+
+HASTY = """
+from shiftwork import cli, supervisor
+supervisor.IMPORT_WITHIN = 2.0
+cli.main()
+"""
+ENDLESS = """
+import os, pathlib, signal
+pathlib.Path("hung").write_text(str(os.getpid()))
+signal.pause()
+"""
+
+
+def test_a_program_whose_import_does_not_end_replaces_nothing_and_is_killed(dsn: str, tmp_path: Path) -> None:
+    # spec: SG-31
+    program = tmp_path / "program.py"
+    program.write_text(APP.format(greeting="hello"))
+    hasty = (sys.executable, "-c", HASTY)
+    with supervised(dsn, "--processes", "2", where="program.py", cwd=tmp_path, program=hasty) as two:
+        pids = two.up(2)
+        program.write_text(ENDLESS)
+        two.process.send_signal(signal.SIGHUP)
+        line = two.says("Renewed")
+        assert line["error"] == "the app was not imported within 2 s; all goes on as it was"
+        assert all(is_alive(pid) for pid in pids.values())
+        if (hung := tmp_path / "hung").exists():  # unless the time was not even enough to begin
+            wait_for_end(int(hung.read_text("utf-8")))
+        assert two.ends(signal.SIGTERM) == 0, two.told()
 
 
 def test_who_cannot_begin_says_so_once_and_with_its_exit_code(empty_dsn: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ What it does when a process of its own
 - is silent for longer than the watchdog of systemd allows: it is killed, and that counts as a death.
 
 When it is told to stop, it tells them; told twice, it tells them twice. If it is killed itself, the line breaks, and they stop.
-When it is told to renew itself (HUP), it first lets a process import the app and end. Only if that went well are the others replaced, one
+When it is told to renew itself (HUP), it first lets a process import the app and end. Only if that went well, and within a minute, are the others replaced, one
 at a time: the next is told to stop when the one before has been replaced and is at work.
 """
 
@@ -55,9 +55,11 @@ MOMENT = 5.0
 AT_ONCE = 4.0
 """The same for one that was told to stop now."""
 
+IMPORT_WITHIN = 60.0
+"""Seconds within which the app must be imported before processes are replaced; systemd waits for 90 of them."""
+
 LOOK_EVERY = 0.5
 """Seconds between two looks at the files, with --reload."""
-
 
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
 """Folders in which nobody works; nor in those that begin with a dot, and in virtual environments."""
@@ -392,7 +394,11 @@ class Supervisor:
             return f"no process can be started ({error}); all goes on as it was"
         self._rehearsal = process, ended
         try:
-            return "" if await ended == 0 else "the app cannot be imported; all goes on as it was"
+            async with asyncio.timeout(IMPORT_WITHIN):
+                return "" if await ended == 0 else "the app cannot be imported; all goes on as it was"
+        except TimeoutError:
+            process.kill()
+            return f"the app was not imported within {IMPORT_WITHIN:g} s; all goes on as it was"
         finally:
             self._rehearsal = None
 
