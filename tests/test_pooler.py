@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import psycopg
 import pytest
 
 from shiftwork import App, Retry
+from shiftwork.errors import ConfigurationError, SingletonTaken
 from shiftwork.events import (
     DatabaseAway,
     JobLost,
@@ -18,6 +20,7 @@ from shiftwork.events import (
     LeaseLost,
     ListenerDeaf,
     ListenerProven,
+    SingletonLost,
 )
 from shiftwork.worker import waking
 from tests.harness import Protocol
@@ -139,6 +142,50 @@ async def test_a_worker_that_has_a_way_past_a_pooler_that_is_full_keeps_its_leas
             latch.release()
             await shop.ended(job, state="completed")
             assert not shop.seen(LeaseLapsing) + shop.seen(LeaseLost) + shop.seen(JobLost)
+
+
+def busy(pooler: Pooler, dsn: str, many: int = 3) -> None:
+    """Let it have so many sessions to lend."""
+    with ExitStack() as stack:
+        for _ in range(many):
+            one = stack.enter_context(psycopg.connect(pooler.pooled(dsn)))
+            one.execute("select 1")  # and its transaction stays open
+
+
+@pytest.mark.parametrize("order", ["the last first", "in turns"])
+async def test_behind_a_pooler_a_singleton_is_refused_unless_it_has_a_way_past_it(
+    dsn: str, protocol: Protocol, server: str, order: str
+) -> None:
+    # spec: ST-13, A-10
+    more = f"server_round_robin = {int(order == 'in turns')}"
+    with Pooler(server, more=more) as pooler:
+        await asyncio.to_thread(busy, pooler, dsn)
+        app = working(pooler.pooled(dsn))
+        async with app:
+            refused = await app.worker(singleton="nightly")
+            with pytest.raises(ConfigurationError, match=r"pooler that hands sessions around.*listen_dsn"):
+                await refused.run()
+            locks = "select count(*) from pg_locks where locktype = 'advisory' and objsubid = 1"
+            assert protocol.value(locks) == 0, "nobody has a lock that it does not know of"
+            async with Workshop(app, singleton="nightly", listen_dsn=dsn) as shop:
+                await works(shop, protocol)
+                second = await app.worker(singleton="nightly", listen_dsn=dsn)
+                with pytest.raises(SingletonTaken):
+                    await second.run()
+                assert not shop.seen(SingletonLost)
+
+
+async def test_a_pooler_that_keeps_sessions_apart_is_no_obstacle_to_a_singleton(
+    dsn: str, protocol: Protocol, server: str
+) -> None:
+    # spec: ST-13
+    with Pooler(server, more="pool_mode = session") as pooler:
+        app = working(pooler.pooled(dsn))
+        async with app, Workshop(app, singleton="nightly") as shop:
+            await works(shop, protocol)
+            second = await app.worker(singleton="nightly")
+            with pytest.raises(SingletonTaken):
+                await second.run()
 
 
 def _ask(dsn: str, text: str, *params: object) -> Any:

@@ -9,8 +9,9 @@ The lock says who may claim; it does not say who holds a job. That is decided by
 has lost its session and does not know it yet is no danger to any job. It is short all the same: the connection is watched, and asked every
 third of a lease. Who has lost it claims nothing until it has it back.
 
-A pooler that hands sessions around would give the lock to whoever comes next. Where one stands in between, we ask over a second
-connection who answers: if it is the same session, we refuse to go on, before anything is locked.
+A pooler that hands sessions around would give the lock to whoever comes next. Where one stands in between, we ask in turns over this
+connection and a second one who answers: if ours is ever answered by another session, or the second by ours, we refuse to go on, before
+anything is locked. It takes several turns, since others use the pooler as well, and may have borrowed just that session.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from shiftwork.worker.supervised import process
 
 SECOND_OPINION = 3.0
 """Seconds for a second connection, which a pooler of one session would never give."""
+
+TURNS = 10
+"""How often both are asked; the more sessions a pooler has idle, the longer it may take until one comes twice."""
 
 # A lock of a bigint is shown in two halves.
 _HELD = """
@@ -113,23 +117,26 @@ class Singleton:
         name = f"{settings.schema} singleton"
         connection = await aconnect(settings, settings.listen_dsn, name=name)
         try:
-            [(pid,)] = await _ask(connection, "select pg_backend_pid()")
-            if pid != connection.info.backend_pid:  # somebody answers for the server
-                await self._refuse_a_pooler(pid, name)
+            if await _answering(connection) != connection.info.backend_pid:  # somebody answers for the server
+                await self._refuse_to_share(connection, name)
         except BaseException:
             connection.pgconn.finish()
             raise
         return connection
 
-    async def _refuse_a_pooler(self, pid: int, name: str) -> None:
-        other: int | None = None
+    async def _refuse_to_share(self, connection: AsyncConnection[Any], name: str) -> None:
+        shared = False
         with suppress(TimeoutError, DatabaseUnavailable):
             async with (
                 asyncio.timeout(SECOND_OPINION),
                 await aconnect(self._settings, self._settings.listen_dsn, name=name) as second,
             ):
-                [(other,)] = await _ask(second, "select pg_backend_pid()")
-        if other == pid:
+                ours = await _answering(connection)
+                for _ in range(TURNS):
+                    if await _answering(second) == ours or await _answering(connection) != ours:
+                        shared = True
+                        break
+        if shared:
             raise ConfigurationError(
                 "a singleton needs a session of its own, and this connection leads through a pooler that hands sessions "
                 "around; give one that leads to the server itself, as listen_dsn (--listen-dsn)"
@@ -144,6 +151,12 @@ class Singleton:
 async def _ask(connection: AsyncConnection[Any], text: str, *params: object) -> list[Any]:
     cursor = await connection.execute(text.encode(), params)
     return await cursor.fetchall()
+
+
+async def _answering(connection: AsyncConnection[Any]) -> int:
+    """The session of the server that answers here."""
+    [(pid,)] = await _ask(connection, "select pg_backend_pid()")
+    return int(pid)
 
 
 def _key(schema: str, name: str, number: int) -> int:
