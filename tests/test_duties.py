@@ -256,9 +256,7 @@ async def test_what_takes_long_keeps_nobody_from_running_jobs_nor_the_worker_fro
         await shop.ended(await app.find("idle").aenqueue())
         shop.worker.stop()
         assert await shop.stopped()
-    asleep = (
-        "select 1 from pg_stat_activity where datname = current_database() and query like '%pg_sleep(600)%'"
-    )
+    asleep = "select 1 from pg_stat_activity where datname = current_database() and state = 'active' and query like '%pg_sleep(600)%'"
     assert len(protocol.rows(asleep)) == 1, "what it asked for is ended as well"
     successor = protocol.register()
     assert take(protocol, successor, "expire") == {"expire"}, "the others need not wait for a lease"

@@ -612,6 +612,10 @@ async def test_a_worker_follows_to_the_server_that_takes_over(station: Station) 
                 with pytest.raises(DatabaseUnavailable, match="nothing was committed"):
                     await app.find("quick").aenqueue()  # whoever enqueues is told, and goes on as well
                 await works(shop)
+                # The former server is still there, and whoever went on listening to it would be told of nothing.
+                await shop.event(ListenerProven, 2)
+                await shop.asleep()
+                await works(shop)
             finally:
                 with psycopg.connect(station.dsn, autocommit=True) as connection:
                     connection.execute("set default_transaction_read_only = off")
@@ -619,7 +623,7 @@ async def test_a_worker_follows_to_the_server_that_takes_over(station: Station) 
                     connection.execute("select pg_reload_conf()")
         with psycopg.connect(other.dsn) as connection:
             [[many]] = connection.execute("select count(*) from shiftwork.history").fetchall()
-        assert many == 3
+        assert many == 6
 
 
 def test_of_several_servers_the_one_that_takes_writes_is_meant() -> None:

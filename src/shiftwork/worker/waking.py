@@ -85,6 +85,11 @@ class Listener:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    def call_again(self) -> None:
+        """Give the line up, and call anew: it may lead to a server that is not the one any more."""
+        if self._connection is not None:
+            cut(self._connection)
+
     async def _listen(self) -> None:
         patience = Patience(*CALL_AGAIN)
         while not self._over:

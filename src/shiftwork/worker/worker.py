@@ -62,6 +62,9 @@ UNWRITTEN = 5_000
 NOT_UNDERSTOOD = "42"
 """The class of SQLSTATE for names that are not there, and for what may not be done with them."""
 
+READ_ONLY = "25006"
+"""What a server says that takes no writes any more."""
+
 AGAIN = 0.5
 """Seconds after which a job is given back whose former attempt still runs here; else we would claim it at once."""
 
@@ -130,6 +133,9 @@ class Worker:
         self._wake = Wake()
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
+        self._moves = False
+        """Whether the server that was claimed from takes no writes any more."""
+
         self._stopping: str | None = None
         self._stopped_at = 0.0
         self._told = asyncio.Event()
@@ -770,10 +776,15 @@ class Worker:
                 self._away.discard(part)
                 self._publish(events.DatabaseBack(part))
                 self._wake()  # what another part waits for may be over as well
+                if part == "claiming" and self._moves:
+                    self._moves = False
+                    self._listener.call_again()  # it still hears of the former server, and nothing of this one
             return
-        if (getattr(error, "sqlstate", None) or "").startswith(NOT_UNDERSTOOD):
+        state = getattr(error, "sqlstate", None) or ""
+        if state.startswith(NOT_UNDERSTOOD):
             self._altered = True
             self._wake()
+        self._moves = self._moves or (part == "claiming" and state == READ_ONLY)
         if part not in self._away:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
