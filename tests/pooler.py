@@ -28,6 +28,9 @@ PLACE = "SHIFTWORK_TEST_POOLER_AT"
 """Where the pooler of this run is, for the processes that run its tests."""
 
 WIRE = "shiftwork-wire-"
+PAST = 5433
+"""The port of a wire that leads past the pooler."""
+
 SOON = timedelta(seconds=6)
 
 INI = """
@@ -121,16 +124,18 @@ def is_pooled(dsn: str) -> bool:
     )
 
 
-def settings(dsn: str, lease: timedelta | None = None) -> dict[str, Any]:
+def settings(dsn: str, lease: timedelta | None = None, listen_dsn: str | None = None) -> dict[str, Any]:
     """How a worker finds its database in this run, and what it learns there and when.
 
-    Without notifications it hears with a heartbeat that a job is to be cancelled, so none is far away. What goes over a wire
-    of a test's own goes to the pooler from there, and cannot listen.
+    Without notifications it hears with a heartbeat that a job is to be cancelled, so none is far away. A wire of a test's own
+    leads to the pooler, and has a second end that leads past it. Who was given an address to listen at keeps it.
     """
     if PLACE not in os.environ or not (is_pooled(dsn) or WIRE in dsn):
         return {}
-    if MODE == "listen" and WIRE not in dsn:
-        return {"dsn": pooled(dsn), "listen_dsn": dsn}
+    if listen_dsn is None and MODE == "listen":
+        listen_dsn = make_conninfo(dsn, port=PAST) if WIRE in dsn else dsn
+    if listen_dsn is not None:
+        return {"dsn": pooled(dsn), "listen_dsn": listen_dsn}
     soon = {} if lease is None or lease <= SOON else {"lease": SOON}
     return {"dsn": pooled(dsn), "notify": False, "poll": timedelta(milliseconds=100), **soon}
 

@@ -26,6 +26,7 @@ from shiftwork import embedded, presets
 from shiftwork.cli.worker import PRESETS, SECTIONS
 from shiftwork.migrate import migrate
 from shiftwork.settings import KNOWN
+from tests import pooler
 from tests.harness import Protocol
 from tests.test_cli import BAD, HOSTILE, SHIFTWORK
 
@@ -35,13 +36,14 @@ STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|E
 
 
 def surroundings(dsn: str | None = None, **more: str) -> dict[str, str]:
-    """An environment that says nothing to shiftwork but this."""
+    """An environment that says nothing to shiftwork but this, and how workers of this run find their database."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name != "DATABASE_URL" and (not name.startswith("SHIFTWORK_") or name == "SHIFTWORK_PG_BIN")
     }
-    return {**inherited, **({"DATABASE_URL": dsn} if dsn else {}), **more}
+    given = {"DATABASE_URL": dsn, **pooler.environment(dsn)} if dsn else {}
+    return {**inherited, **given, **more}
 
 
 def worked(

@@ -392,7 +392,7 @@ async def test_a_singleton_that_lost_its_place_is_not_ready_until_it_has_it_back
     async def work() -> None: ...
 
     with Wire(dsn) as wire:
-        async with app, Workshop(app, metrics_port=port, singleton="nightly", listen_dsn=wire.dsn) as shop:
+        async with app, Workshop(app, metrics_port=port, singleton="nightly", listen_dsn=wire.past) as shop:
             await shop.event(WorkerStarted)
             assert (await asked(port, "/ready"))[0] == 200
             wire.refuse()

@@ -354,7 +354,7 @@ async def test_a_listener_ends_though_its_line_fails_when_it_is_told_to(
     proven = asyncio.Event()
     with Wire(dsn) as wire:
         listener = Listener(
-            Settings.read(dsn=wire.dsn),
+            Settings.read(dsn=wire.past),
             Verbs(),
             partial(str, "test"),
             work=lambda _: None,

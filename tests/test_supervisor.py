@@ -20,7 +20,6 @@ from shiftwork import events
 from shiftwork.settings import Settings
 from shiftwork.supervisor import GAVE_UP, Supervisor
 from shiftwork.systemd import Systemd
-from tests import pooler
 from tests.crew import Crew, jobs
 from tests.test_cli import SHIFTWORK
 from tests.test_cli_worker import ROOT, surroundings
@@ -92,7 +91,7 @@ def supervised(
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env=surroundings(dsn, **pooler.environment(dsn), **environment),
+        env=surroundings(dsn, **environment),
     ) as process:
         try:
             yield Supervised(process)

@@ -16,13 +16,14 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tests.pooler import WIRE, pooled
+from tests.pooler import PAST, WIRE, pooled
 
 DONE = b"Z\x00\x00\x00\x05"
 """How the server says that it has answered."""
@@ -32,14 +33,14 @@ class Wire:
     """A server's second socket."""
 
     def __init__(self, dsn: str) -> None:
-        with psycopg.connect(pooled(dsn)) as connection:
-            info = connection.info
-            self._there = Path(info.host) / f".s.PGSQL.{info.port}" if info.host.startswith("/") else None
-            self._address = (info.host, info.port)
+        self._ends = {5432: _address(pooled(dsn)), PAST: _address(dsn)}
         self._folder = Path(tempfile.mkdtemp(prefix=WIRE))
         given = conninfo_to_dict(dsn)
         given.pop("hostaddr", None)
         self.dsn = make_conninfo("", **{**given, "host": str(self._folder), "port": 5432})
+        self.past = make_conninfo(self.dsn, port=PAST)
+        """Where it leads to the server itself, whatever stands before it."""
+
         self.said: Counter[str] = Counter()
         """How often each text that is looked for was said."""
 
@@ -129,11 +130,15 @@ class Wire:
 
     async def _serve(self) -> None:
         self._loop, self._moved, self._closing = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        server = await asyncio.start_unix_server(self._called, str(self._folder / ".s.PGSQL.5432"))
-        (self._folder / ".s.PGSQL.5432").chmod(0o777)
+        servers = []
+        for port, address in self._ends.items():
+            path = self._folder / f".s.PGSQL.{port}"
+            servers.append(await asyncio.start_unix_server(partial(self._called, address), path))
+            path.chmod(0o777)
         self._ready.set()
         await self._closing.wait()
-        server.close()
+        for server in servers:
+            server.close()
         self._set_refusing(True)
         self._set_stalled(False)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:  # calls that are being taken, too
@@ -142,14 +147,18 @@ class Wire:
             await asyncio.wait(others, timeout=5)
         await asyncio.sleep(0)  # in which what was aborted is closed
 
-    def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _called(
+        self, address: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.calls += 1
-        task = self._loop.create_task(self._carry(reader, writer))
+        task = self._loop.create_task(self._carry(address, reader, writer))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         task.add_done_callback(lambda _: writer.transport.abort())  # even if it was cancelled before it began
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, address: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         back: asyncio.StreamWriter | None = None
         ways: list[asyncio.Task[None]] = []
         try:
@@ -157,10 +166,11 @@ class Wire:
                 await self._moved.wait()
             if self._refusing:
                 return
-            if self._there:
-                there, back = await asyncio.open_unix_connection(str(self._there))
+            host, port = address
+            if host.startswith("/"):
+                there, back = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
             else:
-                there, back = await asyncio.open_connection(*self._address)
+                there, back = await asyncio.open_connection(host, port)
             self._lines[writer] = back
             line = _Line()
             ways = [
@@ -215,6 +225,12 @@ class Wire:
             await asyncio.sleep(self.delay)
             writer.write(data)
             await writer.drain()
+
+
+def _address(dsn: str) -> tuple[str, int]:
+    """Where this leads, with whatever was left to its environment."""
+    with psycopg.connect(dsn) as connection:
+        return connection.info.host, connection.info.port
 
 
 class _Line:

@@ -155,7 +155,8 @@ class Workshop:
     async def __aenter__(self) -> Self:
         settings = self.app.settings
         lease = self._settings.get("lease", settings.lease)
-        found = pooler.settings(settings.dsn or "", lease)
+        listen = self._settings.get("listen_dsn", settings.listen_dsn)
+        found = pooler.settings(settings.dsn or "", lease, listen)
         self.worker = await self.app.worker(**self._settings | found)
         self.worker._subscribers.append(self._see)
         self.worker._at = self._reached

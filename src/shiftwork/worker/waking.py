@@ -1,7 +1,8 @@
 """Being woken. A notification is only ever a hint: what it says is looked for in the database, and so is what it never said.
 
 The listener believes in its connection only while it hears itself: it notifies a channel of its own, and if that does not
-come back (a pooler in between, a server that forgot us) it counts as deaf, the poll becomes shorter, and it connects anew.
+come back (a pooler in between, a server that forgot us) it counts as deaf, the poll becomes shorter, and it connects anew. A former
+primary would let it hear itself for ever: it leaves that one when jobs are claimed from another.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Listener:
         look: Callable[[int], None],
         heard: Callable[[bool, ShiftworkError | None], None],
     ) -> None:
-        self.proven = self._over = False
+        self.proven = self.left_behind = self._over = False
         self._said: bool | None = None
         self._settings = settings
         self._channels = store.channels
@@ -85,10 +86,11 @@ class Listener:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def call_again(self) -> None:
-        """Give the line up, and call anew: it may lead to a server that is not the one any more."""
-        if self._connection is not None:
+    def follow(self) -> None:
+        """Jobs are claimed again: if it still listens to a server that took no writes any more, it calls anew."""
+        if self.left_behind and self._connection is not None:
             cut(self._connection)
+        self.left_behind = False
 
     async def _listen(self) -> None:
         patience = Patience(*CALL_AGAIN)

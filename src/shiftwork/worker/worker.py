@@ -133,9 +133,6 @@ class Worker:
         self._wake = Wake()
         self._backlog: deque[Run] = deque()
         self._away: set[str] = set()
-        self._moves = False
-        """Whether the server that was claimed from takes no writes any more."""
-
         self._stopping: str | None = None
         self._stopped_at = 0.0
         self._told = asyncio.Event()
@@ -776,15 +773,15 @@ class Worker:
                 self._away.discard(part)
                 self._publish(events.DatabaseBack(part))
                 self._wake()  # what another part waits for may be over as well
-                if part == "claiming" and self._moves:
-                    self._moves = False
-                    self._listener.call_again()  # it still hears of the former server, and nothing of this one
+                if part == "claiming":
+                    self._listener.follow()
             return
         state = getattr(error, "sqlstate", None) or ""
         if state.startswith(NOT_UNDERSTOOD):
             self._altered = True
             self._wake()
-        self._moves = self._moves or (part == "claiming" and state == READ_ONLY)
+        if part == "claiming" and state == READ_ONLY:
+            self._listener.left_behind = True
         if part not in self._away:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
