@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server once, before the processes that run the tests; they find it in their environment."""
     if hasattr(config, "workerinput") or config.option.collectonly or SERVER in os.environ:
         return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _rooms.append(room := take_room())
     os.environ["TMPDIR"] = tempfile.tempdir = str(room[0])
     if url := os.environ.get("DATABASE_URL"):
@@ -74,45 +77,44 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(2 * len(os.sched_getaffinity(0)), 16) if hasattr(os, "sched_getaffinity") else 4
 
 
-COUNTING = {
-    "test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_nobody",
-    "test_transactional_tasks_run_only_as_far_as_there_are_sessions",
-    "test_a_thousand_jobs_at_once_need_no_more_connections_than_one",
-    "test_any_of_its_sessions_may_be_ended",
-    "test_a_server_that_says_no_is_asked_again_until_it_says_yes",
-    "test_a_worker_begins_when_it_is_let",
-    "test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_session_to_others",
-}
-"""Tests that count sessions of the server, end a certain one, or change what new ones may do."""
+LENT = "a session of the server is lent for one transaction: it looks for the same one, or at what was left in it"
+KNOWN = "the pooler has an account of its own at the server, whoever calls it"
+DEAF = "without notifications nobody is told, and nobody has to say that it sleeps"
 
-WIRED = {
-    "test_a_database_that_takes_no_calls_is_waited_for_and_that_is_said_once",
-    "test_a_line_that_is_half_open_is_noticed_and_replaced[.sleep(]",
-    "test_a_listener_on_a_half_open_line_is_deaf_and_calls_again",
+POOLED = {
+    "test_sessions_are_used_again_and_one_that_was_lost_meanwhile_troubles_nobody": LENT,
+    "test_any_of_its_sessions_may_be_ended[claiming]": LENT,
+    "test_any_of_its_sessions_may_be_ended[settling]": LENT,
+    "test_any_of_its_sessions_may_be_ended[idle session]": LENT,
+    "test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_session_to_others": LENT,
+    "test_a_server_that_says_no_is_asked_again_until_it_says_yes": KNOWN,
+    "test_a_worker_begins_when_it_is_let": KNOWN,
 }
-"""Tests of what is heard over a wire, which leads to the pooler."""
+"""Why tests cannot be made through a pooler."""
 
-LISTENING = {
-    "test_an_insert_that_is_rolled_back_wakes_nobody_and_leaves_nothing",
-    "test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_missed",
-    "test_without_notifications_work_is_found_by_polling[True]",
-    "test_a_queue_of_notifications_that_fills_up_is_a_warning",
+POLLED = {
+    "test_an_insert_that_is_rolled_back_wakes_nobody_and_leaves_nothing": DEAF,
+    "test_under_steady_work_nobody_notifies_and_who_sleeps_all_the_same_hears_of_it": DEAF,
+    "test_a_line_that_is_half_open_is_noticed_and_replaced[.sleep(]": DEAF,
+    "test_a_listener_on_a_half_open_line_is_deaf_and_calls_again": DEAF,
+    "test_a_listener_that_is_cut_off_listens_again_and_looks_for_what_it_missed": DEAF,
+    "test_any_of_its_sessions_may_be_ended[lease]": LENT,
+    "test_any_of_its_sessions_may_be_ended[listener]": DEAF,
+    "test_without_notifications_work_is_found_by_polling[True]": DEAF,
+    "test_a_queue_of_notifications_that_fills_up_is_a_warning": DEAF,
 }
-"""Tests about notifications, and about who is not woken."""
+"""Why tests cannot be made through a pooler and by polling alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Through a pooler, the sessions of the server are not the worker's, and without an address to listen at nobody hears."""
     if not pooler.MODE:
         return
+    reasons = POOLED | (POLLED if pooler.MODE == "poll" else {})
     for item in items:
-        names = {item.name, getattr(item, "originalname", item.name)}
-        if not pooler.PROGRAM:
-            item.add_marker(pytest.mark.skip(reason=pooler.MISSING))
-        elif names & COUNTING:
-            item.add_marker(pytest.mark.skip(reason="the sessions it looks at belong to the pooler"))
-        elif names & WIRED or (pooler.MODE == "poll" and names & LISTENING):
-            item.add_marker(pytest.mark.skip(reason="it is about notifications, and has none here"))
+        why = reasons.get(item.name) or reasons.get(getattr(item, "originalname", ""))
+        if why or not pooler.PROGRAM:
+            item.add_marker(pytest.mark.skip(reason=why or pooler.MISSING))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

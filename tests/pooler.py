@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import dict_row
 
 from shiftwork.settings import format_duration
 
@@ -138,6 +139,25 @@ def settings(dsn: str, lease: timedelta | None = None, listen_dsn: str | None = 
         return {"dsn": pooled(dsn), "listen_dsn": listen_dsn}
     soon = {} if lease is None or lease <= SOON else {"lease": SOON}
     return {"dsn": pooled(dsn), "notify": False, "poll": timedelta(milliseconds=100), **soon}
+
+
+def connections(dsn: str, name: str) -> int:
+    """How many connections somebody of this name has to this database, by way of the pooler of this run and past it."""
+    with psycopg.connect(dsn) as connection:
+        mine = "select pid from pg_stat_activity where datname = current_database() and application_name = %s"
+        past = {pid for (pid,) in connection.execute(mine, (name,))}
+        database = connection.info.dbname
+    if not is_pooled(dsn):
+        return len(past)
+    with psycopg.connect(
+        make_conninfo("", host=os.environ[PLACE], port=PORT, dbname="pgbouncer", user="postgres"),
+        autocommit=True,
+        row_factory=dict_row,
+    ) as console:
+        clients = console.execute("show clients", prepare=False).fetchall()
+        lent = {row["remote_pid"] for row in console.execute("show servers", prepare=False)}
+    mine_there = [row for row in clients if (row["database"], row["application_name"]) == (database, name)]
+    return len(mine_there) + len(past - lent)
 
 
 def environment(dsn: str) -> dict[str, str]:

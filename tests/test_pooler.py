@@ -144,6 +144,31 @@ async def test_a_worker_that_has_a_way_past_a_pooler_that_is_full_keeps_its_leas
             assert not shop.seen(LeaseLapsing) + shop.seen(LeaseLost) + shop.seen(JobLost)
 
 
+async def test_behind_a_pooler_sessions_keep_the_name_by_which_the_reaper_finds_them(
+    dsn: str, protocol: Protocol, pooler: Pooler
+) -> None:
+    # fault: F15
+    app = working(pooler.pooled(dsn))
+    latch = Latch()
+
+    @app.task(transaction=True)
+    async def hold(tx: psycopg.AsyncConnection[Any]) -> None:
+        await latch.hold()
+
+    @app.task(transaction=True)
+    def hold_blocking(tx: psycopg.Connection[Any]) -> None:
+        latch.hold_blocking()
+
+    async with app, Workshop(app, transactions=2, **OFTEN) as shop:
+        await works(shop, protocol)
+        jobs = [protocol.enqueue("hold"), protocol.enqueue("hold_blocking")]
+        await latch.reached(2)
+        holding = "select application_name from pg_stat_activity where datname = current_database() and state like 'idle in%'"
+        assert protocol.rows(holding) == [{"application_name": f"shiftwork {shop.worker.id}"}] * 2
+        latch.release()
+        await shop.ended(*jobs, state="completed")
+
+
 def busy(pooler: Pooler, dsn: str, many: int = 3) -> None:
     """Let it have so many sessions to lend."""
     with ExitStack() as stack:

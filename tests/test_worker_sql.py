@@ -287,7 +287,6 @@ async def test_one_that_commits_by_itself_runs_at_the_top_of_a_session(stats: Pr
     assert [row["id"] for row in stats.rows("select id from stats.units order by id")] == [1, 1, 2]
 
 
-@pytest.mark.skipif(bool(pooler.MODE), reason="the session belongs to the pooler")
 async def test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_session_to_others(
     stats: Protocol, app: App
 ) -> None:

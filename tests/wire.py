@@ -137,14 +137,14 @@ class Wire:
             path.chmod(0o777)
         self._ready.set()
         await self._closing.wait()
-        for server in servers:
-            server.close()
         self._set_refusing(True)
         self._set_stalled(False)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:  # calls that are being taken, too
             for task in self._carrying:
                 task.cancel()
             await asyncio.wait(others, timeout=5)
+        for server in servers:
+            server.close()  # not before: a call that is just being taken would be lost, and never closed
         await asyncio.sleep(0)  # in which what was aborted is closed
 
     def _called(

@@ -16,7 +16,7 @@ from shiftwork.errors import SchemaTooOld
 from shiftwork.job import NewJob, State
 from shiftwork.migrate import PROTOCOL
 from shiftwork.settings import check_schema
-from shiftwork.stores.store import Held
+from shiftwork.stores.store import FORGET, Held
 
 # Times cross as seconds and documents as text, because no loader may fail on a row that somebody else wrote.
 JOB = """
@@ -101,10 +101,9 @@ SQL_TASKS = """
 select name, handler, queue, retry::text as retry, extract(epoch from timeout)::text as timeout, commits
   from shiftwork.tasks where handler is not null order by name
 """
-# In one message, and so in one transaction. What the session was told meanwhile is forgotten.
 RUN_JOB = (
     "set client_min_messages = notice;"
-    " select answer, state, wait, error::text from shiftwork.run_job(%s, %s, %s, true); reset all"
+    " select answer, state, wait, error::text from shiftwork.run_job(%s, %s, %s, true)"
 )
 ROUTINE_CALL = """
 select call, gives, set_config(%s, concat_ws(' ', %s, %s, true), false) from shiftwork.routine_call(%s, false)
@@ -112,7 +111,7 @@ select call, gives, set_config(%s, concat_ws(' ', %s, %s, true), false) from shi
 OPEN_TRANSACTION = (
     "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
 )
-CLOSE_TRANSACTION = "release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; reset all"
+CLOSE_TRANSACTION = f"release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; {FORGET}"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
 SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
 ROUSE = "select shiftwork.rouse()"
@@ -371,8 +370,8 @@ class Protocol:
         return self._look(SQL_TASKS)
 
     def run_job(self, worker: int, job: int, attempt: int) -> Statement:
-        """Call the routine of a job and write what came of it."""
-        return self._statement(RUN_JOB, worker, job, attempt)
+        """Call the routine of a job and write what came of it: in one message, and so in one transaction."""
+        return self._statement(f"{RUN_JOB}; {FORGET}", worker, job, attempt, self.session(worker))
 
     def routine_call(self, job: int, attempt: int, routine: str) -> Statement:
         """How a routine is called, in a session that knows from now on which job that is for."""
@@ -389,7 +388,7 @@ class Protocol:
     def close_transaction(self, worker: int, outcome: bytes, *, undo: bool) -> Statement:
         """Write how the job ended, and commit, with what its handler did or without."""
         text = f"rollback to savepoint shiftwork_handler; {CLOSE_TRANSACTION}" if undo else CLOSE_TRANSACTION
-        return self._statement(text, _outcomes(worker, [outcome]))
+        return self._statement(text, _outcomes(worker, [outcome]), self.session(worker))
 
     def conclude(self, worker: int, outcome: bytes) -> Statement:
         """Write how a job ended, or fail, in the caller's transaction."""

@@ -12,6 +12,9 @@ from typing import Protocol
 
 from shiftwork.database import Rows, Statement
 
+FORGET = "reset all; set application_name = %s"
+"""What a session was told meanwhile is forgotten, but not whose it is: a pooler takes the name that it has then for its client's."""
+
 Held = Sequence[tuple[int, int]]
 """What a worker holds: ids and attempts."""
 

@@ -36,7 +36,7 @@ from shiftwork.database import Rows, Statement
 from shiftwork.errors import ConfigurationError, NotInstalled
 from shiftwork.stores import fitting
 from shiftwork.stores.layout import COLUMNS, Column, Layout, literal, relation
-from shiftwork.stores.store import Apart, Held
+from shiftwork.stores.store import FORGET, Apart, Held
 from shiftwork.stores.wording import CANDIDATES, CANDIDATES_OF_VIEW, SESSION, SQL, Wording
 
 SHUNNED = 60.0
@@ -279,8 +279,8 @@ class Table:
         """Write how the job ended, and commit, with what its handler did or without."""
         conclude = self.conclude(worker, outcome)
         back = "rollback to savepoint shiftwork_handler; " if undo else ""
-        text = f"{back}release savepoint shiftwork_handler; {conclude.text}; commit; reset all"
-        return Statement(text, conclude.params)
+        text = f"{back}release savepoint shiftwork_handler; {conclude.text}; commit; {FORGET}"
+        return Statement(text, (*conclude.params, self.session(worker)))
 
     def conclude(self, worker: int, outcome: bytes) -> Statement:
         """Write how a job ended, or fail, in the caller's transaction."""

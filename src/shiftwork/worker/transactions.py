@@ -37,7 +37,7 @@ from shiftwork.operations import encode_outcome
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
-from shiftwork.stores.store import Store
+from shiftwork.stores.store import FORGET, Store
 from shiftwork.worker.line import Patience
 from shiftwork.worker.run import Run
 from shiftwork.worker.sql import RoutineFailed
@@ -201,7 +201,7 @@ class Transactions:
             if lost:
                 raise self._meaning(error, connection, commits=False) from None
             raise RoutineFailed(error.sqlstate, str(error)) from None
-        await cursor.execute("reset all")
+        await self._execute(connection, Statement(FORGET, (connection.called,)))
         return value
 
     def pause(self) -> float:
