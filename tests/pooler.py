@@ -149,7 +149,7 @@ def connections(dsn: str, name: str) -> int:
         database = connection.info.dbname
     if not is_pooled(dsn):
         return len(past)
-    with psycopg.connect(
+    with psycopg.Connection[dict[str, Any]].connect(
         make_conninfo("", host=os.environ[PLACE], port=PORT, dbname="pgbouncer", user="postgres"),
         autocommit=True,
         row_factory=dict_row,
