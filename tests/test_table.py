@@ -174,6 +174,61 @@ async def test_a_handler_is_given_each_row_as_a_record_in_order_with_what_the_vi
         assert got[0]["attempt_began"] == row(table, first)["attempt_began"]
 
 
+@dataclass
+class NamedJob:
+    id: int
+    state: str
+    num_failures: int
+    repository_id: int
+    repository_name: str
+
+
+# spec: SG-7, SG-9, SG-10, SG-22
+async def test_the_state_may_have_another_name_in_the_table_and_in_its_view(
+    table: Connection, dsn: str
+) -> None:
+    table.execute(
+        """alter table example_jobs rename state to status;
+           alter table example_jobs add archived boolean not null default false;
+           create table repositories (id int primary key, name text);
+           insert into repositories values (1, 'one'), (2, 'two');
+           create view example_jobs_with_repository_name as select job.*, repository.name as repository_name
+             from example_jobs as job join repositories as repository on repository.id = job.repository_id"""
+    )
+    [last], [flaky], [_] = insert(table, repository_id=2), insert(table), insert(table, archived=True)
+    store = TableStore(
+        "example_jobs",
+        view="example_jobs_with_repository_name",
+        record=NamedJob,
+        columns={"state": "status"},
+        order_by="repository_id, id",
+        where="NOT archived",
+        retry=Retry(max_attempts=3, delay=timedelta(seconds=10)),
+        lease=timedelta(seconds=5),
+        max_resets=5,
+        dsn=dsn,
+    )
+    installing(store, table)
+    seen = []
+
+    @store.handler(transaction=True)
+    async def handle(record: NamedJob, tx: psycopg.AsyncConnection[Any]) -> None:
+        seen.append(record)
+        if record.id == flaky:
+            raise ValueError("not yet")
+
+    await store.arun_worker(stop_when_idle=True, concurrency=1)
+    assert seen == [NamedJob(flaky, "processing", 0, 1, "one"), NamedJob(last, "processing", 0, 2, "two")]
+    assert store.count_by_state("completed", "errored", "queued") == {
+        "completed": 1,
+        "errored": 1,
+        "queued": 1,
+    }
+    again = row(table, flaky)
+    assert timedelta(seconds=8) <= again["process_after"] - again["finished_at"] <= timedelta(seconds=12)
+    store.close()
+
+
 def _fields(record: Any) -> list[str]:
     return [*getattr(type(record), "__annotations__", {})]
 

@@ -35,7 +35,7 @@ def table() -> None:
 @click.option("--apply", "applied", is_flag=True, help="Do it, in one transaction; else it is only printed.")
 @click.option("--dsn", metavar="URL", help="The database, if it is not what the store says.")
 def install(where: str, applied: bool, dsn: str | None) -> None:
-    """Print what STORE needs in the database and does not have: columns, indexes and triggers.
+    """Print what STORE needs in the database: the columns that are missing, indexes and triggers. All of it can be run again.
 
     Example: shiftwork table install app:store | psql
     """
