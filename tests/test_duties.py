@@ -226,6 +226,18 @@ async def test_the_death_of_whoever_does_it_is_survived(app: App, protocol: Prot
             await shop.event(DutyDone, duty=name)
 
 
+def test_what_is_done_in_parts_leaves_the_rest_to_the_next_time() -> None:
+    # spec: A-24
+    def part() -> Plan[int]:
+        yield from ()
+        return 5
+
+    plan = duties._in_parts(part, full=5)
+    with pytest.raises(StopIteration) as end:
+        next(plan)
+    assert end.value.value == 5 * duties.TURNS
+
+
 async def test_one_row_that_cannot_be_written_does_not_stop_a_sweep(app: App, protocol: Protocol) -> None:
     # fault: F29
     jobs = [protocol.enqueue("idle", queue="nobody", expires_in=0) for _ in range(5)]

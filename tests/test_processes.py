@@ -442,6 +442,7 @@ async def test_a_process_is_replaced_after_so_many_jobs(app: App) -> None:
 async def test_a_process_that_takes_too_much_memory_is_killed_and_one_that_keeps_much_is_replaced(
     app: App, tmp_path: Path
 ) -> None:
+    # spec: A-24
     # fault: F30, F32
     async with Workshop(app, process_slots=1, process_memory=256) as shop:
         jobs = [await tasks.leak.aenqueue(50) for _ in range(6)]

@@ -176,7 +176,7 @@ def test_a_missing_partition_is_never_an_error_and_its_rows_move_in_later(protoc
 
 
 def test_strays_in_the_default_partition_go_in_batches(protocol: Protocol) -> None:
-    # spec: SH-31, D-3
+    # spec: SH-31, D-3, A-24
     protocol.shift_clock(100 * DAY)
     ids = [finish(protocol, "failed", keep=0) for _ in range(5)]
     protocol.shift_clock(102 * DAY)

@@ -452,6 +452,16 @@ def shown(default: object) -> str:
     return f"{default:,}" if isinstance(default, int) else str(default or "none")
 
 
+@pytest.mark.parametrize(("concurrency", "sessions"), [(1, 1), (4, 4), (10, 10), (1000, 10)])
+def test_connections_follow_from_how_many_jobs_run_at_once_up_to_a_bound(
+    concurrency: int, sessions: int
+) -> None:
+    # spec: A-24
+    settings = Settings(concurrency=concurrency)
+    assert settings.transaction_connections == sessions
+    assert settings.connections(transactional=True) == settings.connections() + sessions
+
+
 def test_the_page_of_settings_tells_of_each_what_is_so() -> None:
     # spec: SH-9
     page = (Path(__file__).parent.parent / "docs/settings.md").read_text("utf-8")

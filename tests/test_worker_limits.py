@@ -305,7 +305,7 @@ def expected(shop: Workshop, transactions: int = 0) -> int:
 
 
 async def test_a_thousand_jobs_at_once_need_no_more_connections_than_one(app: App) -> None:
-    # spec: SH-10, HO-1, QU-1
+    # spec: SH-10, HO-1, QU-1, A-24
     latch = Latch()
 
     @app.task
