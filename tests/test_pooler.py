@@ -25,6 +25,7 @@ from shiftwork.events import (
 from shiftwork.worker import waking
 from tests.harness import Protocol
 from tests.pooler import MISSING, PROGRAM, Pooler
+from tests.test_cli_worker import worked
 from tests.workshop import Latch, Workshop
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason=MISSING)
@@ -198,6 +199,16 @@ async def test_behind_a_pooler_a_singleton_is_refused_unless_it_has_a_way_past_i
                 with pytest.raises(SingletonTaken):
                     await second.run()
                 assert not shop.seen(SingletonLost)
+
+
+def test_whoever_starts_a_singleton_behind_a_pooler_is_told_what_it_needs(dsn: str, pooler: Pooler) -> None:
+    # spec: ST-13
+    only = ("tests/sample.py", "--singleton", "nightly", "--stop-when-idle", "--dsn", pooler.pooled(dsn))
+    refused = worked(*only)
+    assert refused.returncode == 1
+    assert "Error: a singleton needs a session of its own" in refused.stderr
+    assert "--listen-dsn" in refused.stderr
+    assert worked(*only, "--listen-dsn", dsn).returncode == 0
 
 
 async def test_a_pooler_that_keeps_sessions_apart_is_no_obstacle_to_a_singleton(
