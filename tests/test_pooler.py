@@ -191,7 +191,10 @@ async def test_behind_a_pooler_a_singleton_is_refused_unless_it_has_a_way_past_i
             refused = await app.worker(singleton="nightly")
             with pytest.raises(ConfigurationError, match=r"pooler that hands sessions around.*listen_dsn"):
                 await refused.run()
-            locks = "select count(*) from pg_locks where locktype = 'advisory' and objsubid = 1"
+            locks = (
+                "select count(*) from pg_locks as lock join pg_database as here on here.oid = lock.database"
+                " where here.datname = current_database() and lock.locktype = 'advisory' and lock.objsubid = 1"
+            )
             assert protocol.value(locks) == 0, "nobody has a lock that it does not know of"
             async with Workshop(app, singleton="nightly", listen_dsn=dsn) as shop:
                 await works(shop, protocol)
