@@ -18,8 +18,11 @@ from shiftwork.worker.resting import Pace
 from shiftwork.worker.run import Run, Task
 
 FREELY = 1 << 30
-SOON = 0.02
+SOON = 0.04
 """Seconds for which a job may be expected to wait for a session that others have."""
+
+AHEAD = 4
+"""How many times as many as may run are had beforehand, at most."""
 
 
 @dataclass(eq=False)
@@ -32,10 +35,15 @@ class Limit:
     """How fast they end, where some may be had beforehand: sessions would be idle while the next jobs are claimed."""
 
     @property
+    def room(self) -> int:
+        """How many may be held, those beforehand among them."""
+        ahead = 0 if self.pace is None else min(int(self.pace.lately * SOON), AHEAD * self.most)
+        return self.most + ahead
+
+    @property
     def left(self) -> int:
         """How many more."""
-        ahead = 0 if self.pace is None else min(int(self.pace.lately * SOON), self.most)
-        return self.most + ahead - self.taken
+        return self.room - self.taken
 
     def leave(self) -> None:
         """One less."""
@@ -67,8 +75,8 @@ class Lane:
 
     @property
     def most(self) -> int:
-        """How many may run at once."""
-        return min((limit.most for limit in self.limits), default=FREELY)
+        """How many may be held at once."""
+        return min((limit.room for limit in self.limits), default=FREELY)
 
     @property
     def left(self) -> int:
