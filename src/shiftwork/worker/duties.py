@@ -32,9 +32,6 @@ from shiftwork.worker.line import Line, will_pass
 TURNS = 100
 """How often a duty that is done in parts goes on at once; what is then left waits for the next time."""
 
-LAST = 1.0
-"""Seconds in which the server has to hear that nobody waits for it any more."""
-
 STRIKES = 3
 """Failures in a row after which this process leaves a duty to others."""
 
@@ -157,11 +154,7 @@ class Duties:
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            self._task.cancel()  # which cancels what the server does, if that can be told
-            await asyncio.wait([self._task], timeout=LAST)
-            self._line.drop()
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await self._line.abandon(self._task)
 
     async def _live(self) -> None:
         while True:

@@ -17,6 +17,9 @@ from shiftwork.settings import Settings
 
 T = TypeVar("T")
 
+LAST = 1.0
+"""Seconds in which the server has to hear that nobody waits for it any more."""
+
 
 class Patience:
     """How long to wait before something is tried again: twice as long each time, and not the same for everybody."""
@@ -134,6 +137,14 @@ class Line:
         except EmbeddedError as error:  # an outage as any other: it is tried again
             raise DatabaseUnavailable(str(error), maybe_committed=False) from None
         return await aconnect(self._settings, name=self._name())
+
+    async def abandon(self, task: asyncio.Task[Any]) -> None:
+        """End a task that speaks here: what the server does for it is cancelled, if that can be told; then we hang up."""
+        task.cancel()
+        await asyncio.wait([task], timeout=LAST)
+        self.drop()
+        task.cancel()
+        await asyncio.wait([task])
 
     def drop(self) -> None:
         """Hang up, without waiting for anything: the other side may not answer."""

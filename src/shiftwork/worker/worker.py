@@ -338,11 +338,7 @@ class Worker:
             told.cancel()
             if not working.done():
                 self._unanswered = bool(self.id)
-                working.cancel()  # which cancels what the server does, if that can be told
-                await asyncio.wait([working], timeout=LAST)
-                self._line.drop()
-                working.cancel()
-                await asyncio.wait([working])
+                await self._line.abandon(working)
         if not working.cancelled():
             working.result()
 
