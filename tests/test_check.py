@@ -146,13 +146,14 @@ def test_every_task_that_cannot_be_run_as_it_is_declared_is_told_of_at_once(
     # spec: A-12
     monkeypatch.setenv("SHIFTWORK_QUEUES", "default")
     monkeypatch.setenv("SHIFTWORK_QUEUE_CONCURRENCY", "nowhere=1")
+    monkeypatch.setenv("SHIFTWORK_QUEUE_BUDGETS", "nowhere=1,default=9")
     monkeypatch.setenv("SHIFTWORK_TASK_CONCURRENCY", "godo=1,good=2")
     code, problems, answer = check(MISTAKEN)
     assert (code, answer["phases"][-1]) == (1, "registry")
-    assert sorted(problems) == ["SW-302", "SW-303", "SW-303", "SW-305", "SW-305", "SW-306"]
-    assert check(APP)[1] == ["SW-301", "SW-303", "SW-303", "SW-303"]
+    assert sorted(problems) == ["SW-302", *3 * ["SW-303"], "SW-305", "SW-305", "SW-306"]
+    assert check(APP)[1] == ["SW-301", *4 * ["SW-303"]]
     declared = GOOD.replace("App()", "App(queues=('mail', 'default'))")
-    assert check(declared)[1] == ["SW-303", "SW-303", "SW-303", "SW-303"]
+    assert check(declared)[1] == 6 * ["SW-303"]
 
 
 def test_a_task_for_a_process_of_its_own_that_could_not_import_it_is_told_of(check: Check) -> None:

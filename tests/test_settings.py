@@ -174,6 +174,7 @@ SAID = {
     "queues": ("mail=3, default=1", {"mail": 3.0, "default": 1.0}),
     "queue_concurrency": ("mail=5,bulk=1", {"mail": 5, "bulk": 1}),
     "task_concurrency": ("send=2", {"send": 2}),
+    "queue_budgets": ("mail=50,default=250", {"mail": 50, "default": 250}),
     "concurrency": (" 20 ", 20),
     "prefetch": ("5", 5),
     "transactions": ("3", 3),
@@ -359,6 +360,8 @@ def test_a_file_that_says_nothing_to_us_is_not_judged(tmp_path: Path) -> None:
         ("queues", "mail=much", "weight above 0"),
         ("queue_concurrency", "mail", "names with whole numbers from 1 to 10,000"),
         ("queue_concurrency", "mail=0", "names with whole numbers from 1 to 10,000"),
+        ("queue_budgets", "mail=0", "names with whole numbers from 1 to 1,000,000"),
+        ("queue_budgets", "mail=1.5", "names with whole numbers from 1 to 1,000,000"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_name_its_origin_and_the_range(

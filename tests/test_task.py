@@ -200,7 +200,7 @@ async def test_a_worker_serves_declared_queues_only() -> None:
     app = App("postgresql://nowhere/", queues=["mail", "default"])
     app.task(name="send")(lambda: None)
     await app.worker(queues="mail", queue_concurrency="mail=2")
-    for wrong in ({"queues": "bulk"}, {"queue_concurrency": "bulk=2"}):
+    for wrong in ({"queues": "bulk"}, {"queue_concurrency": "bulk=2"}, {"queue_budgets": "bulk=2"}):
         with pytest.raises(
             InvalidArgument, match="'bulk' is not one of the queues of this app: mail, default"
         ):

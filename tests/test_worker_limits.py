@@ -24,6 +24,7 @@ from shiftwork.events import (
     WorkerStopping,
 )
 from shiftwork.settings import Settings
+from shiftwork.worker.budgets import Budgets
 from shiftwork.worker.hooks import Round
 from shiftwork.worker.lanes import Lanes
 from tests import pooler
@@ -128,6 +129,93 @@ def test_queues_are_served_by_weight() -> None:
     assert first["middle"] == pytest.approx(3000, rel=0.05)
     assert first["light"] == pytest.approx(1000, rel=0.1)
     assert all(set(lanes.wish()) == {"heavy", "middle", "light"} for _ in range(100)), "all are served"
+
+
+def test_queues_of_which_enough_was_claimed_lately_stand_back_behind_the_others() -> None:
+    # spec: SG-39, A-22
+    settings = Settings.read({}, queues="heavy=4,light=1,free=1", queue_budgets="heavy=50,light=20")
+    now = 1000.0
+    budgets = Budgets(settings.queue_budgets, lambda: now)
+    lanes = Lanes(settings, {}, settings.queues, budgets)
+    random.seed(7)
+
+    def wishes() -> list[dict[str, int | None]]:
+        return [lanes.wish() for _ in range(2_000)]
+
+    budgets.count(["heavy"] * 40 + ["free"] * 1_000)
+    first = Counter(next(iter(wish)) for wish in wishes())
+    assert first["heavy"] == pytest.approx(2_000 * 4 / 6, rel=0.1), "among those under budget weights decide"
+    assert all(wish == {"heavy": 10, "light": 20, "free": None} for wish in wishes()), "up to what is left"
+
+    now += 200
+    budgets.count(["heavy"] * 10)
+    assert all([*wish.items()][-1] == ("heavy", None) for wish in wishes()), "over it, last and unbounded"
+    first = Counter(next(iter(wish)) for wish in wishes())
+    assert first["light"] == pytest.approx(1_000, rel=0.1)
+
+    budgets.count(["light"] * 30)
+    assert all(next(iter(wish)) == "free" for wish in wishes()), "what has no budget is never over it"
+    second = Counter([*wish][1] for wish in wishes())
+    assert second["heavy"] == pytest.approx(2_000 * 4 / 5, rel=0.1), (
+        "all that are left are over: weights again"
+    )
+
+    now += 106  # the first forty are forgotten, the others are not
+    assert all(wish["heavy"] == 40 and [*wish][-1] == "light" for wish in wishes())
+    now += 200
+    assert all(wish == {"heavy": 50, "light": 20, "free": None} for wish in wishes())
+
+
+def test_what_a_budget_remembers_does_not_grow() -> None:
+    # spec: SG-39
+    now = 0.0
+    budgets = Budgets({"mail": 1_000}, lambda: now)
+    for _ in range(10_000):
+        budgets.count(["mail"])
+        now += 1.0
+        left = budgets.left()["mail"]
+    assert 695 <= left <= 700, "one a second, for five minutes"
+    assert len(budgets._steps) <= 62
+
+
+async def test_a_budget_turns_the_order_of_queues_and_leaves_no_slot_idle(app: App) -> None:
+    # spec: SG-39, A-22
+    latch = Latch()
+    began: list[str] = []
+
+    @app.task
+    async def work(context: Context) -> None:
+        began.append(context.job.queue)
+        await latch.hold()
+
+    for queue in ["mail"] * 6 + ["default"] * 2:
+        await work.using(queue=queue).aenqueue()
+    settings = {"queues": "mail,default", "queue_budgets": "mail=3", "concurrency": 8}
+    async with app, Workshop(app, **settings) as shop:
+        await latch.reached(8)
+        assert began == ["mail"] * 3 + ["default"] * 2 + ["mail"] * 3
+        assert shop.points["declared"] == 0, "it never thought that nothing was left"
+        latch.release()
+        await shop.event(JobEnded, times=8)
+
+
+async def test_a_queue_that_is_full_hides_no_other_that_has_only_met_its_budget(app: App) -> None:
+    # spec: SG-39, A-22
+    latch = Latch()
+
+    @app.task
+    async def work() -> None:
+        await latch.hold()
+
+    for queue in ["bulk"] * 2 + ["mail"] * 5:
+        await work.using(queue=queue).aenqueue()
+    limits = {"queue_concurrency": "bulk=1", "queue_budgets": "mail=2", "concurrency": 6}
+    async with app, Workshop(app, queues="bulk,mail", **limits) as shop:
+        await latch.reached(6)
+        assert shop.points["declared"] == 0, "it never thought that nothing was left"
+        assert Counter(run.queue for run in shop.worker.holding.values()) == {"bulk": 1, "mail": 5}
+        latch.release()
+        await shop.event(JobEnded, times=7)
 
 
 async def test_a_queue_never_has_more_at_once_than_it_may(app: App) -> None:

@@ -498,7 +498,7 @@ class App(Program):
     def chosen(self, settings: Mapping[str, Any]) -> Settings:
         """What a worker is set to; it serves no queue that the app has not declared."""
         chosen = super().chosen(settings)
-        for queue in (*chosen.queues, *chosen.queue_concurrency):
+        for queue in (*chosen.queues, *chosen.queue_concurrency, *chosen.queue_budgets):
             self.check_queue(queue)
         return chosen
 

@@ -317,6 +317,11 @@ class Settings:
     concurrency: int = _set(10, whole(1, 10_000), "how many jobs run at once")
     queue_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single queues")
     task_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single tasks")
+    queue_budgets: Mapping[str, int] = _set(
+        {},
+        limits(1, 1_000_000),
+        "how many jobs of a queue are claimed within five minutes before the other queues go first",
+    )
     prefetch: int = _set(0, whole(0, 10_000), "how many jobs to claim ahead of those that run")
     transactions: int | None = _set(
         None,

@@ -296,14 +296,15 @@ def registry(app: App) -> Problems:
             _ = task.context_parameters, task.connection_parameter
         except ConfigurationError as error:
             yield Problem("SW-306", str(error))
-    for queue in settings.queue_concurrency:
-        if queue not in served:
-            yield Problem("SW-303", f"queue_concurrency limits {queue!r}, which is not served")
+    for setting in ("queue_concurrency", "queue_budgets"):
+        for queue in getattr(settings, setting):
+            if queue not in served:
+                yield Problem("SW-303", f"{setting} limits {queue!r}, which is not served")
     for name in settings.task_concurrency:
         if name not in every:
             yield Problem("SW-303", f"task_concurrency limits {name!r}, and there is no such task")
     if app.queues is not None:
-        for queue in (*settings.queues, *settings.queue_concurrency):
+        for queue in (*settings.queues, *settings.queue_concurrency, *settings.queue_budgets):
             if queue not in app.queues:
                 yield Problem("SW-303", f"the app declares its queues, and {queue!r} is not among them")
     try:

@@ -41,6 +41,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "concurrency": "N",
         "queue_concurrency": "NAMES",
         "task_concurrency": "NAMES",
+        "queue_budgets": "NAMES",
         "prefetch": "N",
         "transactions": "N",
         "process_slots": "N",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from shiftwork.cursor import Cursor
 from shiftwork.settings import Settings
+from shiftwork.worker.budgets import Budgets
 from shiftwork.worker.resting import Pace
 from shiftwork.worker.run import Run, Task
 
@@ -88,9 +89,14 @@ class Lanes:
     """All lanes of a worker, and what it runs in each."""
 
     def __init__(
-        self, settings: Settings, tasks: Mapping[str, Task], queues: Mapping[str, float | None]
+        self,
+        settings: Settings,
+        tasks: Mapping[str, Task],
+        queues: Mapping[str, float | None],
+        budgets: Budgets | None = None,
     ) -> None:
         self._queues = queues
+        self._budgets = budgets
         self._queue_limits = settings.queue_concurrency
         self._in_queue: Counter[str] = Counter()
         sessions = Limit(settings.transaction_connections, pace=Pace())
@@ -134,11 +140,17 @@ class Lanes:
         names: Iterable[str] = self._queues
         if any(weight is not None for weight in self._queues.values()):
             names = sorted(names, key=self._draw, reverse=True)
+        budgets: Mapping[str, int] = {}
+        if self._budgets:
+            budgets = self._budgets.left()
+            names = sorted(names, key=lambda name: budgets.get(name) == 0)  # behind the others, and unbounded
         wish: dict[str, int | None] = {}
         for name in names:
             most = self._queue_limits.get(name)
             left = None if most is None else most - self._in_queue[name]
             if left is None or left > 0:
+                if budget := budgets.get(name):
+                    left = budget if left is None else min(left, budget)
                 wish[name] = left
         return wish
 
@@ -164,7 +176,12 @@ class Lanes:
     @property
     def is_full(self) -> bool:
         """Whether some queue has as many as it may."""
-        return any(self._in_queue[queue] >= most for queue, most in self._queue_limits.items())
+        return not all(map(self.has_room, self._queue_limits))
+
+    def has_room(self, queue: str) -> bool:
+        """Whether a queue may have one more."""
+        most = self._queue_limits.get(queue)
+        return most is None or self._in_queue[queue] < most
 
     def look(self) -> None:
         """Let every lane look from the start next time."""

@@ -24,6 +24,7 @@ def described(settings: Settings) -> Mapping[str, object]:
         "concurrency": settings.concurrency,
         "queue_concurrency": dict(settings.queue_concurrency),
         "task_concurrency": dict(settings.task_concurrency),
+        "queue_budgets": dict(settings.queue_budgets),
         "weights": {queue: weight for queue, weight in settings.queues.items() if weight is not None},
         "transactions": settings.transaction_connections,
         **{name: getattr(settings, name) for name in SAID},

@@ -30,6 +30,7 @@ from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
 from shiftwork.worker.attempt import At, Attempts, Middleware
+from shiftwork.worker.budgets import Budgets
 from shiftwork.worker.duties import STRIKES, Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
 from shiftwork.worker.lanes import Lane, Lanes
@@ -122,8 +123,8 @@ class Worker:
         self.settings = settings
         self._store = store
         self._registry = Registry(settings, self._store, tasks, routines, self._publish)
-        self._queues = _queues(settings, tasks)
-        self._lanes = Lanes(settings, tasks, self._queues)
+        self._queues, self._budgets = _queues(settings, tasks), Budgets(settings.queue_budgets)
+        self._lanes = Lanes(settings, tasks, self._queues, self._budgets)
         self._limits, self._hooks = limits or {}, hooks or Hooks()
         self._subscribers = list(subscribers)
         self._middleware = middleware
@@ -407,8 +408,8 @@ class Worker:
             if claimed.skipped:
                 self._skipped = True
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
-            # A queue that had no room for more, and has by now, has been told to nobody.
-            again = not self._lanes.is_full and _reached_bound(wish, claimed)
+            # A queue that had no room for more, and has by now, has been told to nobody; and a budget is no reason to wait.
+            again = any(map(self._lanes.has_room, _bounded(wish, claimed)))
             lane.more = claimed.more
             dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
             self._due = min(dues, default=None)
@@ -526,6 +527,8 @@ class Worker:
                 run.waited = time.perf_counter()
                 self._backlog.append(run)
         self.jobs += len(claimed.taken)
+        if self._budgets:
+            self._budgets.count(map(_queue_of, claimed.taken))
         self._sure = self._sure and not claimed.taken
         self._pace.count(len(claimed.taken))
 
@@ -828,7 +831,7 @@ class Worker:
         if not await self._registry.look(self._line, again=0.8 * self._poll()):
             return False
         self._queues = _queues(self.settings, self._tasks)
-        self._lanes = Lanes(self.settings, self._tasks, self._queues)
+        self._lanes = Lanes(self.settings, self._tasks, self._queues, self._budgets)
         return True
 
     async def _follow_registry(self) -> None:
@@ -1031,13 +1034,13 @@ def _wants(subscriber: Subscriber, kind: type[Event]) -> bool:
     return wants is None or wants(kind)
 
 
-def _reached_bound(wish: Mapping[str, int | None], claimed: Claimed) -> bool:
-    """Whether of some queue as many jobs were taken as it had room for."""
+def _bounded(wish: Mapping[str, int | None], claimed: Claimed) -> list[str]:
+    """Queues of which as many jobs were taken as was wished for."""
     bounds = {queue: most for queue, most in wish.items() if most is not None}
     if not bounds:
-        return False
+        return []
     taken = Counter(map(_queue_of, claimed.taken))
-    return any(taken[queue] >= most for queue, most in bounds.items())
+    return [queue for queue, most in bounds.items() if taken[queue] >= most]
 
 
 _task_of, _queue_of = itemgetter(1), itemgetter(2)
