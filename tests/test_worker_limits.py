@@ -173,8 +173,8 @@ def test_what_a_budget_remembers_does_not_grow() -> None:
     for _ in range(10_000):
         budgets.count(["mail"])
         now += 1.0
-        left = budgets.left()["mail"]
-    assert 695 <= left <= 700, "one a second, for five minutes"
+        assert budgets.left()["mail"] >= 695, "one a second, for five minutes"
+    assert budgets.left()["mail"] <= 700
     assert len(budgets._steps) <= 62
 
 
