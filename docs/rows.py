@@ -217,6 +217,7 @@ WORDS = {
     "SG-26": "jobs taken back, those that failed of it, and errors of doing so are counted",
     "SG-36": "how much waits and how long; the most in flight since the last look, so that short jobs are seen; hooks timed apart",
     "QU-31": "typed events are counted: attempts, claims, settlements, outages; slots that are busy and free",
+    "SG-37": "of every duty and host the last start and stop, the last hundred runs and figures of each day are known; silent hosts are forgotten",
     "SG-39": "of several queues the weights decide, among those of which not too much was claimed within five minutes; if all are over, among all",
     "A-22": "queues are chosen by weight and by a budget of recent claims, and no slot is idle because of it",
     "A-24": "what a worker takes is bounded: connections by how many jobs run at once, memory of processes, rows of a purge, labels of figures",

@@ -3,12 +3,14 @@ costs anybody a job or a lease."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from shiftwork import App
 from shiftwork.database import Plan, Statement
@@ -109,7 +111,7 @@ def test_a_heartbeat_renews_whatever_the_worker_says_of_itself(protocol: Protoco
     assert left > timedelta(minutes=59)
 
 
-@pytest.mark.parametrize("table", ["duties", "snapshots"])
+@pytest.mark.parametrize("table", ["duties", "snapshots", "runs", "run_days"])
 def test_a_heartbeat_does_not_wait_for_whoever_has_locked_what_it_does_besides(
     protocol: Protocol, dsn: str, table: str
 ) -> None:
@@ -290,6 +292,166 @@ async def test_history_can_be_purged_by_a_job_whatever_it_was_sent_with(
         assert (await shop.job(job)).result["jobs"] == 1
         assert protocol.rows("select id from {}.history where id = any(%s)", [old, kept]) == [{"id": kept}]
         assert "1 jobs forgotten" in protocol.value("select message from {}.logs where job = %s", job)
+
+
+# What is remembered of it.
+
+
+def runs(protocol: Protocol) -> list[tuple[str, str, Any, Any, Any]]:
+    """Duty, host, what was done, and how long it took, of those that have ended."""
+    found = protocol.rows("select * from {}.runs order by id")
+    return [(run["duty"], run["host"], run["seconds"], run["did"], run["error"]) for run in found]
+
+
+def test_a_run_is_remembered_from_its_start_to_its_stop(protocol: Protocol) -> None:
+    # spec: SG-37
+    worker = protocol.register(host="web1", lease=86400)
+    assert beat(protocol, worker, "expire") == ["expire"]
+    assert beat(protocol, worker, "expire") == ["expire"], "should an answer have been lost: the same run"
+    [begun] = protocol.rows("select * from {}.runs")
+    assert (begun["worker"], begun["ended_at"], begun["seconds"]) == (worker, None, None)
+    protocol.shift_clock(timedelta(seconds=10))
+    beat(protocol, worker, done=[{"duty": "expire", "did": 3, "seconds": 0.5}])
+    beat(protocol, worker, done=[{"duty": "expire", "did": 4, "seconds": 0.6}])
+    assert runs(protocol) == [("expire", "web1", 0.5, 3, None)], "it is told once"
+    [ended] = protocol.rows("select * from {}.runs")
+    assert timedelta(seconds=10) <= ended["ended_at"] - begun["began_at"] < timedelta(seconds=20)
+
+    only(protocol, "expire")
+    beat(protocol, worker, "expire")
+    beat(protocol, worker, done=[{"duty": "expire", "seconds": 0.25, "error": "no luck"}])
+    assert runs(protocol)[1:] == [("expire", "web1", 0.25, None, "no luck")]
+
+
+def test_the_run_of_a_worker_that_died_has_no_stop(protocol: Protocol) -> None:
+    # spec: SG-37
+    first, second = protocol.register(host="web1"), protocol.register(host="web2", lease=86400)
+    beat(protocol, first, "purge")
+    protocol.shift_clock(timedelta(minutes=1))
+    assert beat(protocol, second, "purge") == ["purge"]
+    beat(protocol, second, done=[{"duty": "purge", "did": 7, "seconds": 2.0}])
+    lost = ("purge", "web1", None, None, None)
+    assert runs(protocol) == [lost, ("purge", "web2", 2.0, 7, None)]
+
+    told = {"worker": first, "duty": "purge", "did": 5, "seconds": 70.0}
+    assert protocol.value("select {}.finish_duty(%s)", Jsonb(told)) is False
+    assert runs(protocol)[0] == ("purge", "web1", 70.0, 5, None), "it was only slow"
+
+
+def test_of_each_duty_and_host_the_last_hundred_runs_are_kept(protocol: Protocol) -> None:
+    # spec: SG-37
+    protocol.rows("select {}.begin_run('purge', host => 'web2') from generate_series(1, 3)")
+    first = [protocol.value("select {}.begin_run('purge', host => 'web1')") for _ in range(105)]
+    kept = protocol.rows("select id from {}.runs where host = 'web1' order by id")
+    assert [row["id"] for row in kept] == first[5:]
+    assert protocol.value("select count(*) from {}.runs where host = 'web2'") == 3
+
+
+def test_runs_are_counted_by_day_and_host(protocol: Protocol) -> None:
+    # spec: SG-37
+    def run(host: str, **told: object) -> None:
+        number = protocol.value("select {}.begin_run('expire', host => %s)", host)
+        assert protocol.value("select {}.end_run(%s)", Jsonb({"run": number, **told})) is True
+        assert protocol.value("select {}.end_run(%s)", Jsonb({"run": number, **told})) is False
+
+    for seconds, did in ((2.0, 5), (0.5, 0), (0.5, 1)):
+        run("web1", seconds=seconds, did=did)
+    run("web1", seconds=9.0, error="no luck")
+    run("web2", seconds=1.0, did=1)
+    protocol.shift_clock(timedelta(days=1))
+    run("web1", seconds=1.0, did=2)
+    found = protocol.rows(
+        "select host, shiftwork.today() - day as ago, runs, errors, shortest, longest, seconds, did"
+        " from {}.run_days order by day, host"
+    )
+    assert [tuple(row.values()) for row in found] == [
+        ("web1", 1, 4, 1, 0.5, 9.0, 12.0, 6),
+        ("web2", 1, 1, 0, 1.0, 1.0, 1.0, 1),
+        ("web1", 0, 1, 0, 1.0, 1.0, 1.0, 2),
+    ]
+
+
+def test_a_host_is_forgotten_after_six_days_of_silence(protocol: Protocol) -> None:
+    # spec: SG-37
+    def run(duty: str, host: str) -> None:
+        number = protocol.value("select {}.begin_run(%s, host => %s)", duty, host)
+        protocol.rows("select {}.end_run(%s)", Jsonb({"run": number}))
+
+    def known(table: str) -> set[tuple[str, str]]:
+        text: Any = f"select duty, host from {{}}.{table}"
+        found = protocol.rows(text)
+        return {(row["duty"], row["host"]) for row in found}
+
+    for _ in range(4):
+        run("purge", "silent")
+    run("purge", "busy")
+    protocol.shift_clock(timedelta(days=5))
+    run("purge", "busy")
+    run("expire", "silent")
+    assert protocol.value("select {}.forget_workers()") == 0
+    protocol.shift_clock(timedelta(days=6, hours=1))
+    assert protocol.value("select {}.forget_workers(most => 3)") == 3, "in batches"
+    assert ("purge", "silent") in known("runs")
+    assert protocol.value("select {}.forget_workers(most => 3)") == 2, "the last run, and the day"
+    assert known("runs") == known("run_days") == {("purge", "busy"), ("expire", "silent")}
+    assert protocol.value("select count(*) from {}.runs") == 3, "what is not silent is kept whole"
+    protocol.shift_clock(timedelta(days=33))
+    run("purge", "busy")
+    assert protocol.value("select {}.forget_workers()") == 1 + 2, "days are forgotten after a month"
+    assert known("run_days") == {("purge", "busy")}
+
+
+def test_one_bad_value_in_what_is_told_of_a_run_stops_nothing(protocol: Protocol) -> None:
+    # spec: SG-37
+    # fault: F29
+    worker = protocol.register(lease=86400)
+    beat(protocol, worker, "expire", "reap", "purge")
+    done: list[Any] = [
+        {"duty": "expire", "did": "many", "seconds": "NaN", "error": "\u202e\x1b[31m" + "long " * 10_000},
+        {"duty": "reap", "did": -1, "seconds": -5},
+        {"duty": "purge", "did": 1e300, "seconds": 1e300},
+        {"duty": ["?"], "did": {}},
+        "no duty at all",
+    ]
+    assert beat(protocol, worker, "extend_history", done=done) == ["extend_history"]
+    found = {run[0]: run for run in runs(protocol)}
+    assert found["reap"][2:] == (0.0, 0, None)
+    assert found["purge"][2:] == (1e9, 10**15, None)
+    assert len(found["expire"][4]) == 1000
+    assert protocol.value("select count(*) from {}.run_days") == 3
+    assert protocol.value("select count(worker) from {}.duties") == 1, "the others are given back"
+
+
+def test_a_heartbeat_hears_of_duties_also_while_nothing_can_be_remembered_of_them(
+    protocol: Protocol, dsn: str
+) -> None:
+    # spec: SG-37
+    worker = protocol.register(lease=86400)
+    beat(protocol, worker, "expire")
+    with psycopg.connect(dsn) as somebody:
+        somebody.execute("lock table shiftwork.runs in share mode")
+        done = [{"duty": "expire", "did": 3, "seconds": 0.5}]
+        assert beat(protocol, worker, "purge", done=done) == ["purge"]
+    assert duty(protocol, "expire")["did"] == 3
+    assert [run[0] for run in runs(protocol)] == ["expire"]
+    assert beat(protocol, worker, done=[{"duty": "purge", "did": 0}]) == []
+    assert duty(protocol, "purge")["worker"] is None
+
+
+async def test_workers_measure_how_long_they_took_also_when_they_failed(
+    app: App, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: SG-37
+    monkeypatch.setitem(duties.DUTIES, "expire", _raising("22012"))
+    async with app, Workshop(app, stop_when_idle=True) as shop:
+        assert await shop.stopped()
+    found = {run["duty"]: run for run in protocol.rows("select * from {}.runs")}
+    assert set(found) == set(DUTIES)
+    assert all(run["host"] == socket.gethostname() and run["ended_at"] for run in found.values())
+    measured = {event.duty: event.seconds for event in shop.seen(DutyDone)}
+    assert {name: run["seconds"] for name, run in found.items() if name != "expire"} == measured
+    assert "broken" in found["expire"]["error"]
+    assert found["expire"]["seconds"] > 0
 
 
 # What goes wrong.

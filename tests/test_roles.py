@@ -20,7 +20,18 @@ VERBS = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIG
 
 JOBS = {"jobs", "history", "attempts", "signals", "progress", "logs"}
 REGISTRY = {"tasks", "queues", "pauses", "limits", "settings", "schedules", "edges"}
-OTHER = {"workers", "permits", "snapshots", "duties", "audit", "moves", "migrations", "all_jobs"}
+OTHER = {
+    "workers",
+    "permits",
+    "snapshots",
+    "duties",
+    "runs",
+    "run_days",
+    "audit",
+    "moves",
+    "migrations",
+    "all_jobs",
+}
 
 PRODUCING = {"enqueue", "enqueue_many", "clock"}
 VIEWING = {"clock", "look", "await_results", "measure_queues"}
@@ -43,6 +54,7 @@ NOBODY = {
     "complete_insert",
     "declare_until",
     "enqueue_unique",
+    "forget_runs",
     "merge_deep",
     "merge_payload",
     "merge_value",
@@ -97,9 +109,9 @@ def installed(empty_dsn: str) -> Iterator[Installation]:
 def allowed_on(role: str, table: str) -> set[str]:
     reads = {"SELECT"} if role != "producer" else set()
     match role:
-        case "worker" | "operator" if table in JOBS:
+        case "worker" | "operator" if table in JOBS | {"runs"}:
             return reads | {"INSERT", "UPDATE", "DELETE"}
-        case "worker" | "operator" if table == "workers":
+        case "worker" | "operator" if table in {"workers", "run_days"}:
             return reads | {"INSERT", "UPDATE"}
         case "worker" if table == "permits":
             return reads | {"UPDATE", "DELETE"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime
@@ -112,6 +113,50 @@ def test_duties_are_listed_with_how_they_went(dsn: str, protocol: Protocol) -> N
     shown = told("duties", dsn=dsn).stdout
     assert "no luck" in shown
     assert "extend_history" in shown
+
+
+def test_the_last_runs_of_a_duty_are_shown_and_those_that_were_lost(dsn: str, protocol: Protocol) -> None:
+    # spec: SG-37
+    for host in ("web1", HOSTILE):
+        worker = protocol.register(host=host)
+        for went in ({"did": 3, "seconds": 1.5}, {"seconds": 0.5, "error": HOSTILE}):
+            protocol.rows("update {}.duties set due_at = shiftwork.clock()")
+            assert protocol.heartbeat(worker, duties=["purge"])["duties"] == ["purge"]
+            protocol.heartbeat(worker, duties=[], done=[{"duty": "purge", **went}])
+    protocol.rows("update {}.duties set due_at = shiftwork.clock()")
+    protocol.heartbeat(worker, duties=["purge"])
+    [running, *_] = answer("duties", "show", "purge", dsn=dsn)["runs"]
+    assert running["state"] == "running"
+    protocol.lapse(worker)
+
+    purge = next(one for one in answer("duties", dsn=dsn) if one["name"] == "purge")
+    assert [(one["host"], one["state"]) for one in purge["hosts"]] == [(HOSTILE, "lost"), ("web1", "failed")]
+    assert all(datetime.fromisoformat(one["ended_at"]).tzinfo is not None for one in purge["hosts"])
+    shown = answer("duties", "show", "purge", "--limit", "3", dsn=dsn)
+    assert [(run["state"], run["seconds"]) for run in shown["runs"]] == [
+        ("lost", None),
+        ("failed", 0.5),
+        ("done", 1.5),
+    ]
+    assert [(day["runs"], day["errors"], day["mean"], day["did"]) for day in shown["days"]] == 2 * [
+        (2, 1, 1.0, 3)
+    ]
+    for text in (told("duties", dsn=dsn).stdout, told("duties", "show", "purge", dsn=dsn).stdout):
+        assert "\\x1b[31m" in text
+        assert "\x1b" not in text
+        assert "lost" in text
+        assert "web1" in text
+    unknown = told("duties", "show", "tidy", dsn=dsn)
+    assert unknown.exit_code == 3
+    assert "there are: expire," in unknown.stderr
+
+
+def test_jobs_that_are_taken_back_by_a_command_are_a_run_of_that_duty(dsn: str, protocol: Protocol) -> None:
+    # spec: SG-37
+    told("reap", dsn=dsn)
+    [run] = protocol.rows("select * from {}.runs")
+    assert (run["duty"], run["host"], run["worker"], run["did"]) == ("reap", socket.gethostname(), None, 0)
+    assert run["ended_at"] is not None
 
 
 def test_jobs_are_taken_back_by_a_command(dsn: str, staff: dict[str, int], protocol: Protocol) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ CHUNK_BYTES = 4 << 20
 FIRST_LOOK = 1.0
 
 _encoder = msgspec.json.Encoder()
+
+Answers = TypeVar("Answers", bound=Sized)
 
 
 class Importing:
@@ -694,6 +696,22 @@ def forget_workers(store: Protocol) -> Plan[int]:
     return int(rows[0]["forgotten"])
 
 
+def recorded(store: Protocol, duty: str, host: str, plan: Plan[Answers]) -> Plan[Answers]:
+    """Do by hand what else is a duty of workers, and have it remembered like one; of a database that is away it knows no end."""
+    rows = yield store.begin_run(duty, host)
+    began, told = time.perf_counter(), {"run": rows[0]["run"]}
+    try:
+        answers = yield from plan
+    except DatabaseUnavailable:
+        raise
+    except DatabaseError as error:
+        failed = {"seconds": time.perf_counter() - began, "error": safe_text(str(error), MAX_MESSAGE)}
+        yield store.end_run(told | failed)
+        raise
+    yield store.end_run(told | {"seconds": time.perf_counter() - began, "did": len(answers)})
+    return answers
+
+
 def fence(store: Store, job: int, attempt: int) -> Plan[None]:
     """Raise FenceLost unless this attempt holds its job, which it then keeps until the transaction ends."""
     yield from meet(store)
@@ -800,8 +818,14 @@ def list_workers(store: Protocol, worker: int | None = None, *, gone: bool = Fal
 
 
 def list_duties(store: Protocol) -> Plan[Rows]:
-    """What is done for all: when next, by whom, and how it went."""
+    """What is done for all: when next, by whom, how it went, and on which hosts it began and ended last."""
     return (yield store.duties())
+
+
+def list_runs(store: Protocol, duty: str, *, limit: int = 20) -> Plan[tuple[Rows, Rows]]:
+    """The last runs of a duty, and figures of the days on which it was done."""
+    runs = yield store.runs(duty, limit)
+    return runs, (yield store.run_days(duty, limit))
 
 
 # What waiters ask.

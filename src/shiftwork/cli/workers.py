@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -18,7 +19,17 @@ from shiftwork.job import moment
 from shiftwork.printable import clean
 from shiftwork.settings import Settings, format_duration
 
-TIMES = ("started_at", "seen_at", "lease_until", "gone_at", "paused_until", "due_at", "taken_at", "ended_at")
+TIMES = (
+    "started_at",
+    "seen_at",
+    "lease_until",
+    "gone_at",
+    "paused_until",
+    "due_at",
+    "taken_at",
+    "began_at",
+    "ended_at",
+)
 SHOWN = 3
 """Jobs of a worker that are shown in the list; `show` has more."""
 
@@ -125,8 +136,8 @@ steer(workers, "worker", numbered)
 
 def _told(row: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {name: moment(value) if name in TIMES else value for name, value in row.items()}
-    for job in told.get("holding", ()):
-        job["started_at"] = None if job["started_at"] is None else moment(str(job["started_at"]))
+    for one in (*told.get("holding", ()), *told.get("hosts", ())):
+        one |= {name: moment(str(one[name])) for name in TIMES if one.get(name) is not None}
     return told
 
 
@@ -153,11 +164,19 @@ def _size(number: int | None) -> str:
     return "" if number is None else f"{number / (1 << 20):,.0f} MiB"
 
 
-@click.command()
+@click.group(cls=Listing)
+def duties() -> None:
+    """List what some worker does for all: how often, when next, by whom, and how it went."""
+
+
+@duties.command("list")
 @database_options
 @json_option
-def duties(settings: Settings, as_json: bool) -> None:
-    """List what some worker does for all: how often, when next, by whom, and how it went the last time."""
+def list_duties(settings: Settings, as_json: bool) -> None:
+    """List what some worker does for all: how often, when next, by whom, how it went the last time, and where it was done.
+
+    A run is lost if whoever was at it has died.
+    """
     with opened(settings) as app:
         found = [_told(row) for row in app.client.perform(operations.list_duties(app.client.store))]
     if as_json:
@@ -171,13 +190,76 @@ def duties(settings: Settings, as_json: bool) -> None:
             one["worker"],
             at(one["ended_at"]),
             one["did"],
-            "" if one["seconds"] is None else f"{one['seconds']:.2f} s",
+            _seconds(one["seconds"]),
             shortened(one["error"] or ""),
         )
         for one in found
     ]
     columns = ("duty", "every", "due", "worker", "last", "did", "took", "error")
     print_table(columns, rows, numbers=("every", "worker", "did", "took"))
+    places = [
+        (one["name"], shortened(host["host"]), at(host["began_at"]), at(host["ended_at"]), host["state"])
+        for one in found
+        for host in one["hosts"]
+    ]
+    if places:
+        click.echo()
+        print_table(("duty", "host", "last start", "last stop", "state"), places)
+
+
+@duties.command("show")
+@database_options
+@click.argument("duty")
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many of each."
+)
+@json_option
+def show_duty(settings: Settings, duty: str, limit: int, as_json: bool) -> None:
+    """Show the last runs of one duty, of which a hundred are kept for each host, and figures of the last days."""
+    with opened(settings) as app:
+        every = [_told(row) for row in app.client.perform(operations.list_duties(app.client.store))]
+        runs, days = app.client.perform(operations.list_runs(app.client.store, duty, limit=limit))
+    found = [one for one in every if one["name"] == duty]
+    if not found:
+        raise NotSo(f"There is no duty {duty!r}; there are: {', '.join(one['name'] for one in every)}.")
+    one = {**found[0], "runs": [_told(run) for run in runs], "days": days}
+    if as_json:
+        print_json(one)
+        return
+    rows = [
+        (
+            at(run["began_at"]),
+            at(run["ended_at"]),
+            shortened(run["host"]),
+            run["worker"],
+            run["state"],
+            run["did"],
+            _seconds(run["seconds"]),
+            shortened(run["error"] or ""),
+        )
+        for run in one["runs"]
+    ]
+    columns = ("began", "ended", "host", "worker", "state", "did", "took", "error")
+    print_table(columns, rows, numbers=("worker", "did", "took"))
+    if days:
+        click.echo()
+        rows = [
+            (
+                day["day"],
+                shortened(day["host"]),
+                day["runs"],
+                day["errors"],
+                day["did"],
+                *(_seconds(day[name]) for name in ("shortest", "mean", "longest")),
+            )
+            for day in days
+        ]
+        columns = ("day", "host", "runs", "errors", "did", "shortest", "mean", "longest")
+        print_table(columns, rows, numbers=columns[2:])
+
+
+def _seconds(took: float | None) -> str:
+    return "" if took is None else f"{took:.2f} s"
 
 
 @click.command()
@@ -191,11 +273,12 @@ def reap(settings: Settings, every: timedelta | None, thorough: bool, as_json: b
     Workers do this for each other. As a process of its own (--every) it goes on while there is no worker, and waits for a
     database that is away. With --json it writes a document for each job, one a line.
     """
-    pause = threading.Event()
+    pause, host = threading.Event(), socket.gethostname()
     with opened(settings) as app:
         while True:
             try:
-                answers = app.client.perform(operations.reap(app.client.store, thorough=thorough))
+                plan = operations.reap(app.client.store, thorough=thorough)
+                answers = app.client.perform(operations.recorded(app.client.store, "reap", host, plan))
             except DatabaseUnavailable as error:
                 if every is None:
                     raise

@@ -69,6 +69,8 @@ grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.att
 grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
 grant insert on shiftwork.snapshots to shiftwork_worker, shiftwork_operator;
 grant update on shiftwork.duties to shiftwork_worker, shiftwork_operator;
+grant insert, update, delete on shiftwork.runs to shiftwork_worker, shiftwork_operator;
+grant insert, update on shiftwork.run_days to shiftwork_worker, shiftwork_operator;
 grant update, delete on shiftwork.permits to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
@@ -86,6 +88,7 @@ grant execute on function
   shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
   shiftwork.sleep(double precision), shiftwork.rouse(), shiftwork.extend_history(), shiftwork.purge(boolean, int),
   shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
+  shiftwork.measured(jsonb, text, numeric), shiftwork.begin_run(text, bigint, text), shiftwork.end_run(jsonb),
   shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz),
   shiftwork.is_free(text), shiftwork.open_session(text, text), shiftwork.next_job(bigint, text, int, timestamptz, interval),
   shiftwork.run_job(bigint, bigint, int, boolean, text), shiftwork.close_session(bigint, bigint, int, text), shiftwork.fail_job(bigint, bigint, int, text, text),

@@ -180,12 +180,42 @@ select worker.id, worker.label, worker.name, worker.host, worker.pid, worker.que
  where (worker.gone_at is null or %s::boolean) and (%s::bigint is null or worker.id = %s)
  order by worker.gone_at is not null, worker.id
 """
+# Whoever was at a run that has no end is dead, unless it is known to be alive, and has begun no other since.
+HOW_IT_WENT = """
+case when run.ended_at is not null then case when run.error is null then 'done' else 'failed' end
+     when not exists (select from shiftwork.runs as later
+                       where later.duty = run.duty and later.host = run.host and later.id > run.id
+                         and later.worker is not distinct from run.worker)
+      and case when run.worker is null then run.began_at > shiftwork.clock() - interval '1 hour'
+               else exists (select from shiftwork.workers as alive
+                             where alive.id = run.worker and alive.gone_at is null and alive.lease_until > shiftwork.clock()) end
+     then 'running' else 'lost' end
+"""
+# Each with the hosts on which it was done, the last one first.
 DUTIES = """
 select duty.name, extract(epoch from duty.every)::float as every, extract(epoch from duty.due_at)::text as due_at,
        duty.worker, extract(epoch from duty.taken_at)::text as taken_at, extract(epoch from duty.ended_at)::text as ended_at,
-       duty.seconds, duty.did, duty.error
-  from shiftwork.duties as duty order by duty.name
+       duty.seconds, duty.did, duty.error, coalesce(done.hosts, '[]') as hosts
+  from shiftwork.duties as duty
+  left join lateral (
+    select jsonb_agg(jsonb_build_object('host', host.name, 'state', last.state, 'began_at', extract(epoch from host.began_at),
+                                        'ended_at', extract(epoch from host.ended_at)) order by host.began_at desc) as hosts
+      from (select run.host as name, max(run.id) as last, max(run.began_at) as began_at, max(run.ended_at) as ended_at
+              from shiftwork.runs as run where run.duty = duty.name group by run.host order by 3 desc limit 100) as host
+     cross join lateral (select <went> as state from shiftwork.runs as run where run.id = host.last) as last) as done on true
+ order by duty.name
+""".replace("<went>", HOW_IT_WENT)
+RUNS = """
+select run.host, run.worker, <went> as state, extract(epoch from run.began_at)::text as began_at,
+       extract(epoch from run.ended_at)::text as ended_at, run.seconds, run.did, run.error
+  from shiftwork.runs as run where run.duty = %s order by run.id desc limit %s
+""".replace("<went>", HOW_IT_WENT)
+RUN_DAYS = """
+select day::text as day, host, runs, errors, shortest, seconds / runs as mean, longest, did
+  from shiftwork.run_days where duty = %s order by run_days.day desc, host limit %s
 """
+BEGIN_RUN = "select shiftwork.begin_run(%s, host => %s) as run"
+END_RUN = "select shiftwork.end_run(%s::jsonb)"
 RUNNING = """
 select id, task, queue, worker, attempt, extract(epoch from started_at)::text as started_at, count(*) over () as many
   from shiftwork.jobs
@@ -464,6 +494,22 @@ class Protocol:
     def duties(self) -> Statement:
         """What is done for all: when next, by whom, and how it went."""
         return self._look(DUTIES)
+
+    def runs(self, duty: str, limit: int) -> Statement:
+        """The last runs of a duty, on all hosts."""
+        return self._look(RUNS, duty, limit)
+
+    def run_days(self, duty: str, limit: int) -> Statement:
+        """How often a duty was done on each day and host, and how long that took."""
+        return self._look(RUN_DAYS, duty, limit)
+
+    def begin_run(self, duty: str, host: str) -> Statement:
+        """Somebody who is no worker begins what is a duty of workers."""
+        return self._statement(BEGIN_RUN, duty, host)
+
+    def end_run(self, told: Mapping[str, object]) -> Statement:
+        """And has ended it."""
+        return self._statement(END_RUN, _text(told))
 
     def running(self, queue: str | None, task: str | None, worker: int | None, limit: int) -> Statement:
         """What runs, the oldest first, each with how many there are."""

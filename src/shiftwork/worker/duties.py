@@ -192,7 +192,8 @@ class Duties:
             self._strikes[name] = 0 if _passes(error) else self._strikes[name] + 1
             aside = self._strikes[name] >= STRIKES
             self._publish(events.DutyFailed(name, str(error), aside))
-            return {"duty": name, "error": safe_text(str(error), MAX_MESSAGE)}
+            seconds = time.perf_counter() - began
+            return {"duty": name, "seconds": seconds, "error": safe_text(str(error), MAX_MESSAGE)}
         seconds = time.perf_counter() - began
         self._strikes[name] = 0
         self._publish(events.DutyDone(name, did, seconds))

@@ -19,15 +19,19 @@ create or replace function shiftwork.take_duties(holder bigint, names text[]) re
 declare
   present constant timestamptz := shiftwork.clock();
   one text;
+  former bigint;
 begin
   perform from shiftwork.workers as mine where mine.id = holder and mine.gone_at is null and mine.lease_until > present;
   if not found then
     return;
   end if;
   foreach one in array shiftwork.duties_due(holder, names, present) loop
-    perform from shiftwork.duties as duty where duty.name = one for update skip locked;
+    select duty.worker into former from shiftwork.duties as duty where duty.name = one for update skip locked;
     continue when not found or cardinality(shiftwork.duties_due(holder, array[one], present)) = 0;      -- taken meanwhile
     update shiftwork.duties as duty set worker = holder, taken_at = present where duty.name = one;
+    if former is distinct from holder then                  -- else only the answer was lost
+      perform shiftwork.begin_run(one, holder);
+    end if;
     return next one;
   end loop;
 end $$;
@@ -37,17 +41,21 @@ end $$;
 create or replace function shiftwork.finish_duty(request jsonb) returns boolean language plpgsql as $$
 declare
   present constant timestamptz := shiftwork.clock();
+  mine boolean;
 begin
   update shiftwork.duties as duty
-     set worker = null, taken_at = null, ended_at = present,
-         seconds = coalesce((request ->> 'seconds')::double precision, extract(epoch from present - duty.taken_at)), did = (request ->> 'did')::bigint, error = left(request ->> 'error', 10000),
+     set worker = null, taken_at = null, ended_at = present, error = left(request ->> 'error', 10000),
+         seconds = coalesce(shiftwork.measured(request, 'seconds', 1e9), extract(epoch from present - duty.taken_at)),
+         did = shiftwork.measured(request, 'did', 1e15),
          due_at = present + case when request ->> 'error' is null then duty.every else least(duty.every, interval '1 minute') end
    where duty.name = request ->> 'duty' and duty.worker = (request ->> 'worker')::bigint;
-  return found;
+  mine := found;
+  perform shiftwork.end_run(request - 'run');               -- whoever took it over, this run has ended
+  return mine;
 end $$;
 
 -- Forget workers that are gone, and what workers said of themselves, after as many days as `keep_workers` says; pauses of workers that
--- are gone at once, since every claim looks at what is paused. Says how many rows went, at most so many of each kind.
+-- are gone at once, since every claim looks at what is paused; and old runs of duties. Says how many rows went, at most so many of each kind.
 create or replace function shiftwork.forget_workers(most int default 5000) returns int
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
@@ -69,7 +77,7 @@ begin
        and not exists (select from shiftwork.workers as alive where alive.id::text = one.name and alive.gone_at is null)
        for update skip locked));
   get diagnostics paused = row_count;
-  return workers + snapshots + paused;
+  return workers + snapshots + paused + shiftwork.forget_runs(most);
 end $$;
 
 -- What a heartbeat does besides: it keeps what the worker says of itself (`state`), hears which duties it has done (`done`, as
