@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ store = shiftwork.TableStore("chaos_rows", **ALWAYS)
 
 EFFECT = "insert into public.effects (number, job, attempt) values (%s, %s, %s)"
 PLAIN = ("note", "note_blocking", "note_in_a_process")
-TRANSACTIONAL = ("transfer", "transfer_blocking", "transfer_in_sql")
+TRANSACTIONAL = ("transfer", "transfer_together", "transfer_blocking", "transfer_in_sql")
 ROW = "row"
 LONGEST = 0.05
 
@@ -78,6 +78,17 @@ def note_in_a_process(context: Context, number: int) -> None:
 async def transfer(tx: AsyncConnection[Any], context: Context, number: int) -> None:
     with _at_work(context, number):
         await tx.execute(EFFECT, (number, context.job.id, context.attempt))
+        await asyncio.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(transaction=True, batch=10, **ALWAYS)
+async def transfer_together(number: shiftwork.Batch[int], tx: AsyncConnection[Any]) -> None:
+    with ExitStack() as stack:
+        for job in number:
+            stack.enter_context(_at_work(job.context, job.argument))
+        for job in number:
+            async with job as one:
+                await tx.execute(EFFECT, (one, job.context.job.id, job.context.attempt))
         await asyncio.sleep(random.uniform(0, LONGEST))
 
 

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from shiftwork.settings import Settings
     from shiftwork.tables import TableStore
     from shiftwork.task import AsyncTask, PlainTask, SqlTask, Task
+    from shiftwork.worker.batches import Batch, Member
     from shiftwork.worker.hooks import Round
 
 __all__ = [
     "App",
     "AsyncTask",
     "Attempt",
+    "Batch",
     "Cancel",
     "ConfigurationError",
     "Context",
@@ -63,6 +65,7 @@ __all__ = [
     "JobEnded",
     "JobExpired",
     "JobFailed",
+    "Member",
     "NewJob",
     "NotAllowed",
     "NotInstalled",
@@ -97,6 +100,7 @@ _HOMES = {
     "shiftwork.settings": ("Settings",),
     "shiftwork.tables": ("TableStore",),
     "shiftwork.task": ("AsyncTask", "PlainTask", "SqlTask", "Task"),
+    "shiftwork.worker.batches": ("Batch", "Member"),
     "shiftwork.worker.hooks": ("Round",),
 }
 

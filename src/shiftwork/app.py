@@ -27,6 +27,7 @@ from shiftwork.task import (
     MOST_RUNNING,
     AsyncTask,
     AsyncTaskWith,
+    BatchTask,
     Executor,
     OnLost,
     Options,
@@ -35,9 +36,11 @@ from shiftwork.task import (
     SqlTask,
     Task,
 )
+from shiftwork.worker.batches import Batch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 Answers = dict[int, str]
 
@@ -65,6 +68,14 @@ class Declare(Protocol):
     ) -> AsyncTask[..., R]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[Unlike, P], R], /) -> PlainTask[..., R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Batch[T], P], Awaited[None]], /
+    ) -> BatchTask[Concatenate[Batch[T], P], T, None, None]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[Concatenate[Batch[T], P], Awaited[list[R]]], /
+    ) -> BatchTask[Concatenate[Batch[T], P], T, R, list[R]]: ...
     @overload
     def __call__(  # type: ignore[overload-overlap]
         self, function: Callable[Concatenate[Context, AsyncTx, P], Awaited[R]], /
@@ -162,6 +173,14 @@ class App(Program):
     def task(self, function: Callable[Concatenate[Unlike, P], R], /) -> PlainTask[..., R]: ...
     @overload
     def task(  # type: ignore[overload-overlap]
+        self, function: Callable[[Batch[T]], Awaited[None]], /
+    ) -> BatchTask[[Batch[T]], T, None, None]: ...
+    @overload
+    def task(  # type: ignore[overload-overlap]
+        self, function: Callable[[Batch[T]], Awaited[list[R]]], /
+    ) -> BatchTask[[Batch[T]], T, R, list[R]]: ...
+    @overload
+    def task(  # type: ignore[overload-overlap]
         self, function: Callable[Concatenate[Context, P], Awaited[R]], /
     ) -> AsyncTaskWith[Concatenate[Context, P], P, R]: ...
     @overload
@@ -192,6 +211,7 @@ class App(Program):
         transaction: bool = False,
         executor: Executor | None = None,
         concurrency: int | None = None,
+        batch: int | None = None,
         max_running: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
@@ -218,6 +238,7 @@ class App(Program):
         transaction: bool = False,
         executor: Executor | None = None,
         concurrency: int | None = None,
+        batch: int | None = None,
         max_running: int | None = None,
         on_lost: OnLost = "requeue",
         max_resets: int | None = None,
@@ -231,6 +252,7 @@ class App(Program):
             transaction=transaction,
             executor=executor,
             concurrency=concurrency,
+            batch=batch,
             max_running=max_running,
             on_lost=on_lost,
             max_resets=max_resets,

@@ -55,11 +55,14 @@ class Signature:
         function: Callable[..., Any],
         injected: frozenset[type] = frozenset(),
         injected_names: frozenset[str] = frozenset(),
+        batch: type | None = None,
     ) -> None:
+        """A parameter annotated `batch[T]` is given several at once, each enqueued as a T by itself."""
         self.task = task
         self.function = function
         self._injected = injected
         self._injected_names = injected_names
+        self._batch = batch
         try:
             self._signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
@@ -220,7 +223,32 @@ class Signature:
         )
 
     @cached_property
+    def batched(self) -> str | None:
+        """The parameter that is given several at once, if there is one."""
+        batched = [name for name, hint in self._annotations.items() if self._is_batch(hint)]
+        if len(batched) > 1 or (batched and len(self._callable.parameters) > 1):
+            raise ConfigurationError(
+                f"task {self.task!r} is given several jobs at once, so all that a job has goes into one argument; it takes "
+                f"{', '.join(self._callable.parameters)}"
+            )
+        return batched[0] if batched else None
+
+    def _is_batch(self, hint: object) -> bool:
+        return self._batch is not None and plain_type(hint) is self._batch
+
+    @cached_property
     def _hints(self) -> dict[str, Any]:
+        """The annotations, as they are for one job."""
+        hints = self._annotations
+        if not any(map(self._is_batch, hints.values())):
+            return hints
+        return {
+            name: _element(hint) if name == "return" or self._is_batch(hint) else hint
+            for name, hint in hints.items()
+        }
+
+    @cached_property
+    def _annotations(self) -> dict[str, Any]:
         try:
             return get_type_hints(self.function, include_extras=True)
         except NameError as error:
@@ -373,6 +401,14 @@ class Signature:
                 f"task {self.task!r}: an annotation cannot be followed: {error}"
             ) from error
         return record
+
+
+def _element(hint: Any) -> Any:  # noqa: ANN401
+    """What a list is made of; None stands for a list of them."""
+    if hint is None or hint is type(None):
+        return hint
+    inner = get_args(hint)
+    return inner[0] if inner else Any
 
 
 def plain_type(hint: Any) -> Any:  # noqa: ANN401

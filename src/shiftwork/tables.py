@@ -97,6 +97,7 @@ class TableStore(Program):
         *,
         transaction: bool = False,
         executor: Executor | None = None,
+        batch: int | None = None,
         timeout: timedelta | None = None,
         codes: Mapping[type[BaseException], str] | None = None,
         default_code: str | None = None,
@@ -108,16 +109,18 @@ class TableStore(Program):
         *,
         transaction: bool = False,
         executor: Executor | None = None,
+        batch: int | None = None,
         timeout: timedelta | None = None,
         codes: Mapping[type[BaseException], str] | None = None,
         default_code: str | None = None,
     ) -> Any:
-        """Declare what is done with a row; it is given the record and, if it asks, its context and its transaction."""
+        """Declare what is done with a row; it is given the record, or several as a `Batch`, and, if it asks, its context and its transaction."""
         running = Options(
             retry=self._layout.retry,
             timeout=timeout,
             transaction=transaction,
             executor=executor,
+            batch=batch,
             codes=codes or {},
             default_code=default_code,
         )

@@ -20,10 +20,17 @@ from shiftwork.errors import ConfigurationError, InvalidArgument
 from shiftwork.job import Action, NewJob, Scope, sending
 from shiftwork.retry import Retry
 from shiftwork.settings import LONGEST, UNLIMITED, Rule, Settings, choice, length, maybe, switch, whole
+from shiftwork.worker.batches import Batch
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
+T = TypeVar("T")
+V = TypeVar("V")
+
+MOST_AT_ONCE = 1_000
+USUALLY_AT_ONCE = 100
+"""How many jobs a handler is given that takes several, at most, and unless it says otherwise."""
 
 OnLost = Literal["requeue", "fail"]
 Executor = Literal["loop", "thread", "process"]
@@ -153,6 +160,7 @@ class Options:
     transaction: bool = False
     executor: Executor | None = None
     concurrency: int | None = None
+    batch: int | None = None
     max_running: int | None = None
     on_lost: OnLost = "requeue"
     max_resets: int | None = None
@@ -177,6 +185,7 @@ _RULES: Mapping[str, Rule] = {
     "transaction": switch(),
     "executor": maybe(choice("loop", "thread", "process")),
     "concurrency": maybe(whole(1, 10_000)),
+    "batch": maybe(whole(1, MOST_AT_ONCE)),
     "max_running": maybe(whole(1, MOST_RUNNING)),
     "on_lost": choice("requeue", "fail"),
     "max_resets": maybe(whole(0, UNLIMITED)),
@@ -212,7 +221,8 @@ class Task(Sending[P, R]):
                 f"task {name!r} is a generator, which ends before it begins; return a list"
             )
         named = frozenset({TX} if running.transaction else ())
-        super().__init__(app, Signature(name, function, frozenset({Context, *_CONNECTIONS}), named), options)
+        signature = Signature(name, function, frozenset({Context, *_CONNECTIONS}), named, Batch)
+        super().__init__(app, signature, options)
         functools.update_wrapper(cast("Any", self), function)
         self.function = function
         self.retry = running.retry
@@ -221,6 +231,7 @@ class Task(Sending[P, R]):
         self.executor: Executor = running.executor or ("loop" if self.is_async else "thread")
         self._check_executor()
         self.concurrency = running.concurrency
+        self._at_once = running.batch
         self.max_running = running.max_running
         self.on_lost: OnLost = running.on_lost
         self.max_resets = running.max_resets
@@ -228,7 +239,7 @@ class Task(Sending[P, R]):
         self.default_code = running.default_code
         self.coder = Codes(task=self.codes, app=app.codes, default=self.default_code or app.default_code)
         try:
-            _ = self.connection_parameter
+            _ = self.connection_parameter, self.batch
         except ConfigurationError as error:
             if not isinstance(error.__cause__, NameError):
                 raise  # else an annotation names something that may be defined further down: look again at first use
@@ -274,6 +285,35 @@ class Task(Sending[P, R]):
     def connection_parameter(self) -> str | None:
         """The parameter that takes the connection of a transactional task."""
         return self._taker
+
+    @property
+    def batch(self) -> int | None:
+        """How many jobs it is given at once, at most; None if it takes them one by one."""
+        return self._batch
+
+    @property
+    def batch_parameter(self) -> str | None:
+        """The parameter that takes them."""
+        return self.signature.batched
+
+    @functools.cached_property
+    def _batch(self) -> int | None:
+        if self.batch_parameter is None:
+            if self._at_once is not None:
+                raise ConfigurationError(
+                    f"task {self.name!r}: batch is {self._at_once}, and no parameter takes several jobs; write documents: shiftwork.Batch[…]"
+                )
+            return None
+        why = None
+        if self.executor != "loop":
+            why = "only an async function can be; write async def"
+        elif self.context_parameters:
+            why = f"each of them has a context of its own, so {', '.join(self.context_parameters)} cannot be given one; write job.context"
+        elif self.concurrency and (self._at_once or 1) > self.concurrency:
+            why = f"no more than {self.concurrency} of them may run at once (concurrency), and batch is {self._at_once}"
+        if why is not None:
+            raise ConfigurationError(f"task {self.name!r} is given several jobs at once, and {why}")
+        return self._at_once or min(USUALLY_AT_ONCE, self.concurrency or USUALLY_AT_ONCE)
 
     @functools.cached_property
     def _contexts(self) -> tuple[str, ...]:
@@ -396,4 +436,12 @@ class AsyncTaskWith(AsyncTask[P, R], Generic[Q, P, R]):
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> Coroutine[Any, Any, R]:  # type: ignore[override]
         result: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
+        return result
+
+
+class BatchTask(AsyncTask[[T], R], Generic[Q, T, R, V]):
+    """A task that is given several jobs at once: who calls it hands in a batch, who enqueues it one argument after the other."""
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> Coroutine[Any, Any, V]:  # type: ignore[override]
+        result: Coroutine[Any, Any, V] = self.function(*args, **kwargs)
         return result

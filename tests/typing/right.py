@@ -55,6 +55,27 @@ def anything(payload: Any, times: int = 1) -> int:
     return times
 
 
+@app.task
+async def lengths(words: shiftwork.Batch[str]) -> list[int]:
+    return [len(word) for word in words.arguments]
+
+
+@app.task(transaction=True, batch=50)
+async def keep(words: shiftwork.Batch[str], tx: psycopg.AsyncConnection) -> None:
+    for job in words:
+        async with job as word:
+            assert_type(word, str)
+            assert_type(job.argument, str)
+
+
+async def use_batches(tx: psycopg.AsyncConnection) -> None:
+    assert_type(await lengths.aenqueue("hello"), shiftwork.Handle[int])
+    assert_type(lengths.using(priority=1).job("hello"), shiftwork.NewJob[int])
+    assert_type(await lengths(shiftwork.Batch.of("hello", "world")), list[int])
+    assert_type(keep.enqueue("hello"), shiftwork.Handle[None])
+    await keep(shiftwork.Batch.of("hello"), tx)
+
+
 derive = app.sql_task("derive", handler="stats.derive(jsonb)", queue="analytics", merge={"ids": "union"})
 
 

@@ -33,6 +33,11 @@ def enter(tx: psycopg.Connection, row: str) -> bool:
     return bool(row)
 
 
+@app.task(batch=10)
+async def lengths(words: shiftwork.Batch[str]) -> list[int]:
+    return [len(word) for word in words.arguments]
+
+
 async def use() -> None:
     greet.enqueue()  # MISTAKE: the name is missing
     greet.enqueue(5)  # MISTAKE: not a name
@@ -60,4 +65,7 @@ async def use() -> None:
     enter.enqueue(5)  # MISTAKE: not a row
     app.task(on_lost="forget")  # MISTAKE: no such choice
     app.task(concurrency="3")  # MISTAKE: not a number
+    lengths.enqueue(5)  # MISTAKE: not a word
+    lengths.enqueue(shiftwork.Batch.of("a"))  # MISTAKE: one by one
+    await lengths("hello")  # MISTAKE: who calls it hands a batch in
     print(number, text)

@@ -40,13 +40,14 @@ from shiftwork.outcome import Outcome, Raised, Returned, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
+from shiftwork.worker.batches import Batches
 from shiftwork.worker.hooks import Hooks
 from shiftwork.worker.hooks import call as call_hook
 from shiftwork.worker.interruption import Interruption
 from shiftwork.worker.metrics import QUICK, Durations
 from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
-from shiftwork.worker.run import Run, Stop, Task
+from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
 from shiftwork.worker.slots import Deadlines, Isolated, Waiting
 from shiftwork.worker.sql import hearing
@@ -104,6 +105,7 @@ class Attempts:
         written: Callable[[Run, Outcome], None],
         dropped: Callable[[Run], None],
         stop: Callable[[Run, Stop, str], None],
+        more: Callable[[], bool],
         at: At | None = None,
     ) -> None:
         self._settings = settings
@@ -125,6 +127,7 @@ class Attempts:
         self._dropped = dropped
         self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
+        self.batches = Batches(transactions, decided=decided, more=more, stop=stop)
         self._at = at
 
     def begin(self, run: Run) -> Coroutine[Any, Any, None] | None:
@@ -336,8 +339,9 @@ class Attempts:
         """What becomes of the job."""
         if run.done is not None:
             return Written(run.done)
-        if isinstance(ending, Raised) and isinstance(ending.error, NoThread):
-            return After.GIVEN_BACK  # its code has not begun
+        if isinstance(ending, Raised) and isinstance(ending.error, NotNow):
+            run.why = run.why or str(ending.error)
+            return After.GIVEN_BACK
         if run.stop is not None and (run.stop is Stop.LOST or _is_interrupted(ending)):
             match run.stop:
                 case Stop.LOST:
@@ -363,7 +367,7 @@ class Attempts:
                 return Returned(await self._repeated(run, *begun))
             if run.runs_apart:
                 return await self._in_process(run)
-            if run.task is not None and run.task.transaction:
+            if run.task is not None and run.task.transaction and not run.task.batch:
                 return await self._with_session(run)
             return Returned(await self._repeated(run, self._prepared(run)))
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
@@ -374,9 +378,11 @@ class Attempts:
         if run.task is None:
             raise UnknownHandler(f"this worker has no task {run.name!r}")
         timeout = self._timeout(run.task)
-        if self._middleware or run.task.context_parameters:
+        if self._middleware or run.task.context_parameters or run.task.batch:
             run.context = Context(run, self, timeout)
         call = prepared(run)
+        if run.task.batch:
+            call = partial(self.batches.join, run, *call.args, *call.keywords.values())
         if timeout is not None:
             self._deadlines.add(run, timeout.total_seconds())
         return call

@@ -107,7 +107,13 @@ class Lanes:
             limits = []
             if (most := settings.task_concurrency.get(name, task.concurrency)) is not None:
                 limits.append(Limit(most))
-            shared = sessions if task.transaction else processes if task.executor == "process" else None
+            shared = (
+                sessions
+                if task.transaction and not task.batch
+                else processes
+                if task.executor == "process"
+                else None
+            )
             if shared is not None:
                 limits.append(shared)
                 if most is None:

@@ -26,6 +26,10 @@ class Stop(StrEnum):
     SHUTDOWN = "shutdown"  # the worker stops
 
 
+class NotNow(Exception):  # noqa: N818
+    """Nothing came of an attempt, and nothing is left of it: the job is given back."""
+
+
 class Task(Protocol):
     """What a worker needs to know of a task."""
 
@@ -57,6 +61,10 @@ class Task(Protocol):
     def context_parameters(self) -> tuple[str, ...]: ...
     @property
     def connection_parameter(self) -> str | None: ...
+    @property
+    def batch(self) -> int | None: ...
+    @property
+    def batch_parameter(self) -> str | None: ...
 
 
 class Run(msgspec.Struct, eq=False):

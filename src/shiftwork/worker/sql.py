@@ -66,6 +66,8 @@ class SqlTask:
     concurrency = None
     context_parameters = ()
     connection_parameter = None
+    batch = None
+    batch_parameter = None
     coder = staticmethod(code_of)
 
     @staticmethod

@@ -15,12 +15,12 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
-from shiftwork.worker.run import Run, current
+from shiftwork.worker.run import NotNow, Run, current
 
 Call = tuple[Callable[[], Any], Run, "asyncio.Future[Any]"]
 
 
-class NoThread(RuntimeError):  # noqa: N818
+class NoThread(NotNow):
     """The machine has no thread left for a function, which therefore has not begun."""
 
 

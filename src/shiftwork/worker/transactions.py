@@ -18,7 +18,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -30,10 +30,10 @@ from psycopg.pq import Escaping, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
-from shiftwork.database import Statement, aconnect, connect, cut, translate
+from shiftwork.database import Statement, aconnect, alend, arun, connect, cut, translate
 from shiftwork.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, FenceLost, ShiftworkError
 from shiftwork.job import State
-from shiftwork.operations import encode_outcome
+from shiftwork.operations import encode_outcome, settle_encoded
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
@@ -47,6 +47,7 @@ C = TypeVar("C")
 NO_SESSION = (1.0, 5.0)
 """Seconds before a job is given back for which no session could be had, at first and at most."""
 
+HANDLER = "savepoint shiftwork_handler"
 LONGEST = 5.0
 """Seconds that a job waits for a session that others have: it was claimed because they ended fast."""
 
@@ -129,11 +130,14 @@ class Transactions:
         if not run.task.is_async:
             session: OursBlocking = await self.threads.run(partial(self.open_blocking, run), run)
             return session
+        return await self._open(self._opening(run))
+
+    async def _open(self, opening: Statement) -> Ours:
         while True:
             used = _last(self._idle)
             connection = used or await self._connect()
             try:
-                await self._execute(connection, self._opening(run))
+                await self._execute(connection, opening)
             except BaseException as error:
                 connection.pgconn.finish()
                 if not (used and isinstance(error, DatabaseUnavailable)):
@@ -141,6 +145,17 @@ class Transactions:
             else:
                 self._patience.reset()
                 return connection
+
+    async def open_together(self, runs: Sequence[Run]) -> Ours:
+        """A session in whose transaction the rows of several jobs are locked under their fences, in the order given."""
+        fences = [self._store.fence(run.id, run.attempt) for run in runs[1:]]
+        opening = self._opening(runs[0])
+        if fences:  # a savepoint before them would let their rows go when it is returned to
+            text = "; ".join((opening.text, *(fence.text for fence in fences), HANDLER))
+            opening = Statement(
+                text, (*opening.params, *(value for fence in fences for value in fence.params))
+            )
+        return await self._open(opening)
 
     def open_blocking(self, run: Run) -> OursBlocking:
         """The same for a handler in a thread."""
@@ -281,6 +296,24 @@ class Transactions:
         await self._execute(connection, self._closing(run, outcome), commits=True)
         return _as_written(outcome, connection.own)
 
+    async def close_together(
+        self, worker: int, connection: Ours, outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        """Write the outcomes of several jobs and commit, all of them or none; as they were written."""
+        _refuse_ended(connection)
+        encoded = [encode_outcome(outcome) for outcome in outcomes]
+        settled = await arun(
+            settle_encoded(self._store, worker, encoded), alend(connection, self._store.schema)
+        )
+        for outcome in outcomes:
+            job = outcome.job
+            if (answer := settled.answers.get(job.id)) != "settled":
+                why = settled.problems.get(job.id, answer)
+                raise DatabaseError(f"the outcome of job {job.id} cannot be written: {why}")
+        await self._execute(connection, Statement(f"commit; {FORGET}", (connection.called,)), commits=True)
+        states = {job: state for state, ids in settled.states.items() for job in ids}
+        return [_in_state(outcome, states.get(outcome.job.id, outcome.state)) for outcome in outcomes]
+
     def close_blocking_with(self, run: Run, connection: OursBlocking, outcome: Outcome) -> Outcome:
         """Write the outcome and commit, with what the handler did or without; the outcome as it was written."""
         _refuse_ended(connection)
@@ -337,6 +370,10 @@ def _as_written(outcome: Outcome, cursor: AsyncCursor[Any] | Cursor[Any]) -> Out
     if (result := _found(cursor)) is None:
         return outcome
     state = State((result.get_value(0, 0) or b"").decode())
+    return _in_state(outcome, state)
+
+
+def _in_state(outcome: Outcome, state: State) -> Outcome:
     return outcome if state is outcome.state else msgspec.structs.replace(outcome, state=state, delay=None)
 
 

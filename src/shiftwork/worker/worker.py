@@ -223,7 +223,7 @@ class Worker:
         self._processes = Processes(
             self.settings, self._process_begin, self._tasks, self._settling, self._publish
         )
-        attempts = Attempts(
+        self._attempts = Attempts(
             self.settings,
             self._store,
             self._settling,
@@ -238,9 +238,10 @@ class Worker:
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
             stop=self.tell,
+            more=lambda: bool(self._slots.ready),
             at=self._at,
         )
-        self._slots = Slots(self.settings.concurrency, attempts.begin, self._freed)
+        self._slots = Slots(self.settings.concurrency, self._attempts.begin, self._freed)
         self._listener = Listener(
             self.settings,
             self._store,
@@ -249,7 +250,7 @@ class Worker:
             look=self._heard_of,
             heard=self._heard,
         )
-        self._endpoint = self._opened(attempts.hook_times) if self.settings.metrics_port else None
+        self._endpoint = self._opened(self._attempts.hook_times) if self.settings.metrics_port else None
         self._singleton = Singleton(self.settings, self._lost_singleton)
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -941,6 +942,7 @@ class Worker:
                 return
 
     async def _end(self) -> bool:
+        self._attempts.batches.close()
         await self._processes.close()
         await self._leases.close()
         if self._endpoint is not None:
