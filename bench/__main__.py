@@ -34,6 +34,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "threads": workers.threads,
     "apart": apart.processes,
     "transactions": workers.transactions,
+    "batches": workers.batches,
     "sql": workers.routines,
     "enqueuers": workers.enqueuers,
     "pickup": workers.pickup,

@@ -31,6 +31,11 @@ async def nothing_in_a_transaction(n: int, tx: psycopg.AsyncConnection) -> None:
     """Nothing, in a transaction."""
 
 
+@app.task(transaction=True)
+async def nothing_together(n: shiftwork.Batch[int], tx: psycopg.AsyncConnection) -> None:
+    """Nothing, for a hundred jobs in one transaction."""
+
+
 @app.task
 async def moment(n: int) -> int:
     """When it began, by a clock that all processes of this machine share."""

@@ -180,6 +180,18 @@ def transactions(bench: Bench) -> None:
     )
 
 
+def batches(bench: Bench) -> None:
+    """Transactional no-op tasks that take a hundred jobs in one call, against those that take one."""
+    jobs = bench.count(10_000)
+    bench.pairs(
+        f"transactional tasks in batches of 100, {SESSIONS} sessions, against one by one",
+        3.0,
+        lambda: drained(bench, jobs, "nothing_together", concurrency=200, transactions=SESSIONS),
+        lambda: drained(bench, jobs, "nothing_in_a_transaction", concurrency=200, transactions=SESSIONS),
+        "jobs/s",
+    )
+
+
 async def _bare_transactions(url: str, jobs: int) -> float:
     ids = iter(range(1, jobs + 1))
 

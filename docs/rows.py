@@ -164,6 +164,7 @@ WORDS = {
     "A-7": "a key of up to 255 bytes makes sending safe over a network that fails",
     "A-8": "history is kept per queue, per send or for ever, and goes by whole partitions",
     "A-9": "a payload that is too large is refused when it is enqueued; results never are",
+    "A-19": "a handler may take several jobs at once: what is at hand, never waiting for more, with a savepoint for each",
     "A-27": "handlers that analyze one table wait for each other: the page warns of it",
     "A-26": "changing the schema waits for locks only briefly, and fails loudly",
     "D-4": "as many workers as you like, or one at a time under a name, with others that stand by",
