@@ -216,6 +216,8 @@ WORDS = {
     "SH-25": "attempts are counted by task and outcome, their durations in twelve buckets, and what is in flight",
     "SH-26": "a worker serves its figures itself",
     "SG-26": "jobs taken back, those that failed of it, and errors of doing so are counted",
+    "SG-38": "workers without a way to the database dequeue, log, renew and end over HTTP; nothing there is 204, no such job 404; a payload that cannot be given out has failed; each attempt has a token, which opens nothing after its end",
+    "A-23": "remote workers have the same leases and fences, in a schema of ours or a table of yours; whoever was superseded writes nothing",
     "SG-36": "how much waits and how long; the most in flight since the last look, so that short jobs are seen; hooks timed apart",
     "QU-31": "typed events are counted: attempts, claims, settlements, outages; slots that are busy and free",
     "SG-37": "of every duty and host the last start and stop, the last hundred runs and figures of each day are known; silent hosts are forgotten",

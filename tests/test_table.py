@@ -730,7 +730,7 @@ async def test_steps_are_kept_with_the_row_and_who_was_superseded_writes_none(
                 refused.append(str(error))
         table.execute(
             "update example_jobs set state = 'processing', worker_hostname = %s where id = %s",
-            (f"{store._table()._host}:{context.job.worker}", job),
+            (f"{store._table().host}:{context.job.worker}", job),
         )
 
     await store.arun_worker(stop_when_idle=True)

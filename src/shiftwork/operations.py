@@ -15,12 +15,13 @@ import msgspec
 
 from shiftwork.codec import safe_text
 from shiftwork.cursor import Cursor
-from shiftwork.database import Plan, Rows, Wait
+from shiftwork.database import Plan, Rows, Statement, Wait
 from shiftwork.errors import (
     ConfigurationError,
     DatabaseError,
     DatabaseUnavailable,
     InvalidArgument,
+    PayloadTooLarge,
     ResultTimeout,
     UnknownJob,
 )
@@ -606,6 +607,37 @@ def report(
     }
     rows = yield store.report(told)
     return [(job, attempt) for job, attempt in msgspec.json.decode(rows[0]["answer"])["lost"]]
+
+
+def add_log(store: Store, worker: int, held: tuple[int, int], entry: Mapping[str, object]) -> Plan[int]:
+    """Begin an entry of a job's log (`key`, `out`, …); gives its place, for `change_log`. Raises FenceLost if the job is another's."""
+    job, attempt = held
+    rows = yield from _unless_locked(store.add_log(worker, job, attempt, entry), job)
+    if not rows:
+        raise PayloadTooLarge(f"the log of attempt {attempt} of job {job} is full", argument="entry")
+    return int(rows[0]["place"])
+
+
+def change_log(
+    store: Store, worker: int, held: tuple[int, int], place: int, entry: Mapping[str, object]
+) -> Plan[bool]:
+    """Say more of an entry; says whether there is one. Raises FenceLost if the job is another's by now."""
+    rows = yield from _unless_locked(store.change_log(worker, *held, place, entry), held[0])
+    return bool(rows)
+
+
+def _unless_locked(statement: Statement, job: int) -> Plan[Rows]:
+    """Most likely it is the handler itself who has locked the row, and would wait for itself for ever."""
+    try:
+        return (yield statement)
+    except DatabaseError as error:
+        if error.sqlstate != "55P03":
+            raise
+        raise DatabaseError(
+            f"somebody has locked the row of job {job}, and nothing can be added to its logs; a handler that changes its own row in its "
+            "transaction does that last",
+            sqlstate=error.sqlstate,
+        ) from None
 
 
 def declare_tasks(store: Store, tasks: Sequence[Mapping[str, object]]) -> Plan[int]:

@@ -185,6 +185,11 @@ class Program(Surroundings):
         self._subscribers.append(subscriber)
         return subscriber
 
+    @property
+    def subscribers(self) -> Sequence[Subscriber]:
+        """Who looks on."""
+        return tuple(self._subscribers)
+
     def run_worker(self, **settings: Any) -> bool:  # noqa: ANN401
         """Run jobs until told to stop (TERM, INT or HUP), as `shiftwork worker` does; says whether all went well.
 
@@ -222,7 +227,7 @@ class Program(Surroundings):
             limits=self.limits(),
             hooks=self._hooks,
             middleware=self._middleware,
-            subscribers=[Telling(), *self._subscribers],
+            subscribers=[Telling(), *self.subscribers],
             revive=client.revive,
         )
 

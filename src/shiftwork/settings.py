@@ -561,6 +561,10 @@ KNOWN: Mapping[str, Setting] = {
 """Every setting by its name."""
 
 
+OTHERS = ("SHIFTWORK_GATEWAY_TOKEN", "SHIFTWORK_HOME", "SHIFTWORK_PG_BIN")
+"""Variables of ours that are no settings: a secret, and where the embedded server is."""
+
+
 def wrong(environment: Mapping[str, str], *, beside: Path | None = None) -> list[str]:
     """Everything that is wrong with what the environment and the file say, where `Settings.read` tells of the first."""
     found: list[str] = []
@@ -584,7 +588,7 @@ def wrong(environment: Mapping[str, str], *, beside: Path | None = None) -> list
 
 def strangers(environment: Mapping[str, str]) -> list[str]:
     """Variables that look like settings of ours, and are none."""
-    known = {one.variable for one in KNOWN.values()}
+    known = {*(one.variable for one in KNOWN.values()), *OTHERS}
     return [
         f"{name} is not a setting{_meant(name.removeprefix('SHIFTWORK_'))}"
         for name in sorted(environment)

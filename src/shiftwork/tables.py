@@ -15,9 +15,9 @@ import msgspec
 from shiftwork import operations
 from shiftwork.codec import plain_type
 from shiftwork.context import Context
-from shiftwork.database import Plan, Rows, Statement
-from shiftwork.errors import ConfigurationError, DatabaseError, InvalidArgument
-from shiftwork.job import Job, check_name
+from shiftwork.database import Plan
+from shiftwork.errors import ConfigurationError, InvalidArgument
+from shiftwork.job import check_name
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings
@@ -287,27 +287,12 @@ def _reset(table: Table) -> Plan[dict[int, tuple[str, timedelta]]]:
 
 def _add_log(table: Table, context: Context, entry: Mapping[str, object]) -> Plan[int]:
     job = context.job
-    rows = yield from _unless_locked(table.add_log(job.worker or 0, job.id, job.attempt, entry), job)
-    return int(rows[0]["place"])
+    return operations.add_log(table, job.worker or 0, (job.id, job.attempt), entry)
 
 
-def _change_log(table: Table, context: Context, place: int, entry: Mapping[str, object]) -> Plan[None]:
+def _change_log(table: Table, context: Context, place: int, entry: Mapping[str, object]) -> Plan[bool]:
     job = context.job
-    yield from _unless_locked(table.change_log(job.worker or 0, job.id, job.attempt, place, entry), job)
-
-
-def _unless_locked(statement: Statement, job: Job) -> Plan[Rows]:
-    """Most likely it is the handler itself who has locked the row, and would wait for itself for ever."""
-    try:
-        return (yield statement)
-    except DatabaseError as error:
-        if error.sqlstate != "55P03":
-            raise
-        raise DatabaseError(
-            f"somebody has locked the row of job {job.id}, and nothing can be added to its logs; a handler that changes its own row in its "
-            "transaction does that last",
-            sqlstate=error.sqlstate,
-        ) from None
+    return operations.change_log(table, job.worker or 0, (job.id, job.attempt), place, entry)
 
 
 def _states(states: Sequence[str]) -> Sequence[str]:

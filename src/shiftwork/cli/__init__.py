@@ -20,6 +20,7 @@ COMMANDS = {
         "Pause everything, a queue or a task, and wait until nothing runs.",
     ),
     "duties": ("shiftwork.cli.workers:duties", "List what some worker does for all."),
+    "gateway": ("shiftwork.cli.gateway:gateway", "Let workers without a way to the database work over HTTP."),
     "jobs": ("shiftwork.cli.jobs:jobs", "List, show, enqueue, cancel, revive and count jobs."),
     "limit": ("shiftwork.cli.steering:limit", "Say how many jobs may run at once in the whole cluster."),
     "migrate": ("shiftwork.cli.migrate:migrate", "Install the schema in a database, or bring it up to date."),

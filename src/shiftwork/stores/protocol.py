@@ -66,6 +66,20 @@ LOGS = """
 select id, attempt, extract(epoch from at)::text as at, level, message
   from shiftwork.logs where job = %s and id > %s order by id <order> limit %s
 """
+# Lines that may be changed later, of an attempt that holds its job, and so of its worker; an attempt has a thousand of them.
+ADD_LOG = """
+with held as materialized (select shiftwork.fence(%s::bigint, %s::int))
+insert into shiftwork.logs (job, attempt, at, level, message)
+select %s, %s, shiftwork.clock(), %s, %s from held
+ where (select count(*) from (select from shiftwork.logs as line where line.job = %s and line.attempt = %s limit 1000) as kept) < 1000
+returning id as place
+"""
+CHANGE_LOG = """
+with held as materialized (select shiftwork.fence(%s::bigint, %s::int))
+update shiftwork.logs as line set level = coalesce(%s, line.level), message = coalesce(%s, line.message)
+  from held where line.id = %s and line.job = %s and line.attempt = %s
+returning line.id as place
+"""
 RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::boolean)"
 
 # What workers call. The answer of a claim ends with its report, which has id 0.
@@ -237,6 +251,12 @@ def _text(document: Mapping[str, object]) -> str:
     return msgspec.json.encode(document).decode()
 
 
+def _line(entry: Mapping[str, object]) -> tuple[str | None, object]:
+    """The level and the text of an entry."""
+    key = entry.get("key")
+    return None if key is None else str(key).removeprefix("log."), entry.get("out")
+
+
 def _outcomes(worker: int, outcomes: Sequence[bytes]) -> str:
     told = b",".join(outcomes).decode()
     carrying = "true" if '"jobs"' in told else "false"  # sooner found here than there
@@ -370,6 +390,16 @@ class Protocol:
     def report(self, request: Mapping[str, object]) -> Statement:
         """What handlers say while they run."""
         return self._statement(REPORT, _text(request))
+
+    def add_log(self, worker: int, job: int, attempt: int, entry: Mapping[str, object]) -> Statement:
+        """Append a line to the log of a job that is held."""
+        return self._statement(ADD_LOG, job, attempt, job, attempt, *_line(entry), job, attempt)
+
+    def change_log(
+        self, worker: int, job: int, attempt: int, place: int, entry: Mapping[str, object]
+    ) -> Statement:
+        """Change a line of the log of a job that is held."""
+        return self._statement(CHANGE_LOG, job, attempt, *_line(entry), place, job, attempt)
 
     def declare_tasks(self, tasks: Sequence[Mapping[str, object]]) -> Statement:
         """Enter tasks in the registry."""

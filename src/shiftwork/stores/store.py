@@ -129,6 +129,16 @@ class Store(Protocol):
         """What handlers say while they run: `answer`, a document."""
         ...
 
+    def add_log(self, worker: int, job: int, attempt: int, entry: Mapping[str, object]) -> Statement:
+        """Append an entry to the log of a job, or fail if it is not held: `place`, or no row if there is no room."""
+        ...
+
+    def change_log(
+        self, worker: int, job: int, attempt: int, place: int, entry: Mapping[str, object]
+    ) -> Statement:
+        """Change what is given of an entry, or fail if its job is not held: `place`, or no row if there is no such entry."""
+        ...
+
     def reap(self, reaper: int, most: int, *, thorough: bool) -> Statement:
         """Take jobs back from workers whose lease has lapsed: `id, attempt, worker, answer` (ready, failed or cancelled)."""
         ...

@@ -71,7 +71,9 @@ class Table:
 
         self.notifies = False
         self._in_order = self._by_index = ""
-        self._host = socket.gethostname()
+        self.host = socket.gethostname()
+        """What stands before the number of a worker, where a row says who holds it."""
+
         self.all_columns: tuple[str, ...] = ()
         """Its columns, ours or not."""
 
@@ -334,7 +336,7 @@ class Table:
     # How statements are written.
 
     def _holder(self, worker: int) -> str:
-        return f"{self._host}:{worker}"
+        return f"{self.host}:{worker}"
 
     def _has(self, *ours: str) -> bool:
         return all(our in self.there for our in ours)
