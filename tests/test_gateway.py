@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.rows import dict_row
 
 from shiftwork import App, Retry, TableStore
 from shiftwork.errors import ConfigurationError, Snooze
@@ -625,7 +626,7 @@ def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str) -> None:
         table.execute("insert into example_jobs (pages) values (1), (2), (3), (4)")
 
         def row(job: int) -> Row:
-            cursor = table.cursor(row_factory=psycopg.rows.dict_row)
+            cursor = table.cursor(row_factory=dict_row)
             return cursor.execute("select * from example_jobs where id = %s", (job,)).fetchone() or {}
 
         stores = [TableStore("example_jobs", dsn=empty_dsn, retry=Retry(max_attempts=2)) for _ in range(2)]
