@@ -76,6 +76,7 @@ INNER = {
     "answerable",
     "place_time",
     "purge_companions",
+    "purge_partition",
     "return_permits",
     "routine_call",
     "run_hook",

@@ -21,6 +21,7 @@ from shiftwork.stores.protocol import Protocol as Store
 from shiftwork.worker import duties
 from shiftwork.worker.duties import DUTIES, Publish
 from tests.harness import Protocol
+from tests.test_cli import answer
 from tests.workshop import Latch, Workshop
 
 SOON: dict[str, Any] = {"lease": timedelta(seconds=1)}
@@ -292,6 +293,41 @@ async def test_history_can_be_purged_by_a_job_whatever_it_was_sent_with(
         assert (await shop.job(job)).result["jobs"] == 1
         assert protocol.rows("select id from {}.history where id = any(%s)", [old, kept]) == [{"id": kept}]
         assert "1 jobs forgotten" in protocol.value("select message from {}.logs where job = %s", job)
+
+
+@pytest.mark.parametrize("who", ["worker", "command", "job"])
+async def test_whoever_purges_goes_on_until_all_is_gone(
+    app: App, dsn: str, protocol: Protocol, who: str
+) -> None:
+    # spec: SH-31, A-24
+    purging(app, queue="maintenance")
+    old = [protocol.enqueue("idle", queue="nobody", keep=0) for _ in range(2)]
+    protocol.cancel(*old)
+    lines = (
+        "insert into {}.logs (job, attempt, level, message) select %s, 1, '', '' from generate_series(1, 350)"
+    )
+    for job in old:
+        protocol.rows(lines, job)
+    protocol.connection.execute(  # two rows a statement, two hundred a call
+        "alter function shiftwork.purge_part(boolean, int) rename to purge_part_of;"
+        "create function shiftwork.purge_part(boolean, out partitions int, out jobs bigint, out more boolean)"
+        " language sql as $$ select * from shiftwork.purge_part_of($1, 2) $$"
+    )
+    protocol.shift_clock(timedelta(days=2))
+    only(protocol, "purge" if who == "worker" else "")
+    match who:
+        case "worker":
+            async with app, Workshop(app, **SOON) as shop:
+                assert (await shop.event(DutyDone, duty="purge")).did == 2
+        case "job":
+            job = protocol.enqueue("purge", queue="maintenance")
+            async with app, Workshop(app) as shop:
+                await shop.ended(job, state="completed")
+                assert (await shop.job(job)).result["jobs"] == 2
+        case _:
+            assert answer("purge", dsn=dsn)["jobs"] == 2
+    assert protocol.rows("select 1 from {}.history where id = any(%s)", old) == []
+    assert protocol.value("select count(*) from {}.logs where job = any(%s)", old) == 0
 
 
 # What is remembered of it.

@@ -180,10 +180,11 @@ def test_strays_in_the_default_partition_go_in_batches(protocol: Protocol) -> No
     protocol.shift_clock(100 * DAY)
     ids = [finish(protocol, "failed", keep=0) for _ in range(5)]
     protocol.shift_clock(102 * DAY)
-    assert protocol.rows("select jobs from {}.purge(most => 3)") == [{"jobs": 3}]
+    assert part(protocol, 3) == (3, True)
     assert protocol.value("select count(*) from {}.attempts") == 2
     assert protocol.rows("select jobs from {}.purge(most => 3)") == [{"jobs": 2}]
     assert protocol.value("select count(*) from {}.attempts where job = any(%s)", ids) == 0
+    assert part(protocol, 3) == (0, False)
 
 
 def test_a_partition_is_attached_as_soon_as_writers_let_go_of_the_default_one(
@@ -241,20 +242,174 @@ def test_a_purge_waits_for_nobody_and_still_empties_what_is_old(
         assert purge(protocol)[0] > 0
 
 
-def test_a_purge_that_meets_a_reader_of_everything_changes_nothing_and_deadlocks_with_nobody(
+def test_a_purge_that_meets_a_reader_of_everything_takes_nothing_from_it_and_deadlocks_with_nobody(
     dsn: str, protocol: Protocol, told: list[str]
 ) -> None:
     # spec: D-3
-    old = finish(protocol, "failed", keep=1)
+    with_attempts, without = finish(protocol, "failed", keep=1), finish(protocol, keep=1)
     protocol.shift_clock(3 * DAY)
     with elsewhere(dsn) as reader:
         with reader.connection.transaction():
-            assert len(reader.rows("select * from {}.all_jobs")) == 1
-            assert purge(protocol) == (0, 0)
-            assert len(reader.rows("select * from {}.all_jobs")) == 1
+            reader.rows("set transaction isolation level repeatable read")
+            assert len(reader.rows("select * from {}.all_jobs")) == 2
+            assert purge(protocol) == (0, 1)
+            assert len(reader.rows("select * from {}.all_jobs")) == 2
         assert any("stay for now" in one for one in told)
-        assert protocol.value("select count(*) from {}.attempts where job = %s", old) == 1
+        assert protocol.rows("select id from {}.history") == [{"id": without}]
+        assert protocol.value("select count(*) from {}.attempts where job = %s", with_attempts) == 0
         assert purge(protocol)[1] == 1
+
+
+# In batches.
+
+
+def say(protocol: Protocol, job: int, lines: int) -> None:
+    protocol.rows(
+        "insert into {}.logs (job, attempt, level, message) select %s, 1, 'info', 'hello' from generate_series(1, %s)",
+        job,
+        lines,
+    )
+    protocol.rows("insert into {}.progress (job, attempt, fraction) values (%s, 1, 0.5)", job)
+
+
+def orphans(protocol: Protocol) -> int:
+    """Attempts, log lines and progress of jobs that there are no more."""
+    found = protocol.value(
+        "select count(*) from (select job from {0}.attempts union all select job from {0}.logs"
+        " union all select job from {0}.progress) as one"
+        " where not exists (select from {0}.all_jobs as job where job.id = one.job)".replace(
+            "{0}", "shiftwork"
+        )
+    )
+    assert isinstance(found, int)
+    return found
+
+
+def count_deletes(protocol: Protocol) -> None:
+    """Note how many rows each statement takes from the log."""
+    protocol.connection.execute(
+        "create table public.deletes (number int);"
+        "create function public.count_deletes() returns trigger language plpgsql as"
+        " $$ begin insert into public.deletes select count(*) from gone; return null; end $$;"
+        "create trigger count_deletes after delete on shiftwork.logs referencing old table as gone"
+        " for each statement execute function public.count_deletes()"
+    )
+
+
+def part(protocol: Protocol, most: int, *, archive: bool = False) -> tuple[int, bool]:
+    """One call that takes so many rows a statement; says how many jobs went, and whether there may be more."""
+    [row] = protocol.rows("select * from {}.purge_part(%s, %s)", archive, most)
+    return row["jobs"], row["more"]
+
+
+@pytest.mark.parametrize("strays", [False, True])
+def test_a_purge_goes_in_batches_and_one_that_was_cut_off_goes_on(protocol: Protocol, strays: bool) -> None:
+    # spec: A-24, SH-31, D-3
+    if strays:
+        protocol.shift_clock(100 * DAY)  # nobody has made partitions for these days
+    old = [finish(protocol, ending, keep=0) for ending in ("failed", "completed", "failed", "completed")]
+    kept = finish(protocol, "failed", keep=5)
+    for job, lines in ((old[0], 450), (old[3], 7), (kept, 5)):
+        say(protocol, job, lines)
+    assert strays == (lies_in(protocol, old[0]) == "history_default")
+    protocol.shift_clock(102 * DAY if strays else 2 * DAY)
+    count_deletes(protocol)
+
+    gone, calls, more = 0, 0, True
+    while more:
+        before = protocol.value("select count(*) from {}.logs")
+        jobs, more = part(protocol, 2)
+        gone, calls = gone + jobs, calls + 1
+        assert before - protocol.value("select count(*) from {}.logs") <= 200, "in one call"
+        assert orphans(protocol) == 0
+        assert calls < 20
+        if calls == 1:
+            assert (jobs, more) == (0, True), "what belongs to the first job was too much for one call"
+            assert len(protocol.rows("select id from {}.history")) == 5
+    assert gone == 4
+    assert calls > 3
+    assert protocol.value("select max(number) from public.deletes") == 2, "in one statement"
+    assert protocol.rows("select id from {}.history") == [{"id": kept}]
+    texts: list[Any] = [f"select count(*) from {{}}.{one}" for one in ("attempts", "logs", "progress")]
+    said = [protocol.value(text) for text in texts]
+    assert said == [1, 5, 1], "what is kept is whole"
+
+
+def test_an_archive_that_was_cut_off_is_whole_in_the_end(protocol: Protocol) -> None:
+    # spec: A-24, D-3
+    old = [finish(protocol, "failed", keep=0) for _ in range(3)]
+    name = lies_in(protocol, old[0]).replace("history", "archive")
+    for job in old:
+        say(protocol, job, 150)
+    protocol.shift_clock(2 * DAY)
+    assert part(protocol, 2, archive=True) == (0, True)
+    assert len(protocol.rows("select id from {}.history")) == 3, "until all is there, nobody is gone"
+    for _ in range(20):
+        jobs, more = part(protocol, 2, archive=True)
+        if jobs:
+            break
+    assert (jobs, more) == (3, True)
+    assert part(protocol, 2, archive=True) == (0, False)
+    for table, many in ((name, 3), (f"{name}_attempts", 3), (f"{name}_logs", 450), (f"{name}_progress", 3)):
+        text: Any = f"select count(*) from {{}}.{table}"
+        assert protocol.value(text) == many, table
+    assert protocol.value("select count(*) from {}.logs") == 0
+
+
+def test_what_is_being_written_to_is_not_purged(dsn: str, protocol: Protocol, told: list[str]) -> None:
+    # spec: D-3, SH-33
+    old = finish(protocol, "failed", keep=0)
+    protocol.shift_clock(2 * DAY)
+    with elsewhere(dsn) as operator:
+        with operator.connection.transaction():
+            assert operator.revive(old) == {old: "revived"}
+            assert part(protocol, 5) == (0, False)
+        assert any("is being written to" in one for one in told)
+    assert part(protocol, 5) == (0, False)
+    assert protocol.value("select count(*) from {}.attempts where job = %s", old) == 1, (
+        "it lives, and is whole"
+    )
+
+
+def test_what_comes_late_into_an_old_partition_is_found(dsn: str, protocol: Protocol) -> None:
+    # spec: D-3
+    early, late = protocol.enqueue(keep=0), protocol.enqueue(keep=0)
+    worker = protocol.register(lease=30 * 86400)
+    jobs = {job["id"]: job for job in protocol.claim(worker).jobs}
+    failed = {"state": "failed", "error": {"code": "X", "message": "x"}}
+    with elsewhere(dsn) as settler, settler.connection.transaction():
+        settler.settle(worker, {"id": early, "attempt": jobs[early]["attempt"], **failed})
+        protocol.settle(worker, {"id": late, "attempt": jobs[late]["attempt"], **failed})
+        protocol.shift_clock(2 * DAY)
+        assert part(protocol, 5) == (0, False), "somebody is not through yet"
+    assert part(protocol, 5) == (2, True)
+    assert protocol.value("select count(*) from {}.attempts") == 0
+
+
+def test_a_purge_reads_what_belongs_to_old_jobs_and_nothing_else(protocol: Protocol) -> None:
+    # spec: A-24
+    old = finish(protocol, "failed", keep=0)
+    say(protocol, old, 3)
+    protocol.connection.execute(
+        "insert into shiftwork.logs (job, attempt, level, message) select -n, 1, 'info', '' from generate_series(1, 3000) as n;"
+        "insert into shiftwork.progress (job, attempt) select -n, 1 from generate_series(1, 3000) as n;"
+        "insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, ended_at)"
+        " select -n, 1, 'failed', false, '', '{}', now() from generate_series(1, 3000) as n;"
+        "insert into shiftwork.history (id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts,"
+        " finished_at, task, queue, payload, tags, forget_on) select n, 'completed', 0, now(), now(), 1, 0, 0, 1, now(), 't', 'q',"
+        " '{}', '{}', shiftwork.today() + 1 from generate_series(1001, 3000) as n;"
+        "analyze shiftwork.logs, shiftwork.progress, shiftwork.attempts"
+    )
+    protocol.shift_clock(2 * DAY)
+    with protocol.connection.transaction():
+        assert part(protocol, 5000) == (2001, True)
+        read = protocol.rows(
+            "select relname as name, seq_tup_read as scanned, coalesce(idx_tup_fetch, 0) as fetched"
+            " from pg_stat_xact_user_tables where schemaname = 'shiftwork'"
+            " and relname in ('attempts', 'logs', 'progress')"
+        )
+        assert len(read) == 3
+        assert all(row["scanned"] == 0 and row["fetched"] < 20 for row in read), read
 
 
 def test_two_who_purge_at_once_do_it_once(dsn: str, protocol: Protocol) -> None:

@@ -59,6 +59,7 @@ NOBODY = {
     "merge_payload",
     "merge_value",
     "purge_companions",
+    "purge_partition",
 }
 """What only other functions call, with the rights of the owner."""
 

@@ -145,7 +145,7 @@ def test_queues_and_tasks_are_paused_and_history_is_kept_and_forgotten(app: App,
     assert not perform(operations.resume(store, queue="default"))
     perform(operations.retain(store, "default", {State.COMPLETED: 1}))
     assert {row["name"]: row["completed"] for row in perform(operations.list_queues(store))}["default"] == 1
-    assert perform(operations.purge(store)) == (0, 0)
+    assert perform(operations.purge(store)) == (0, 0, False)
     assert perform(operations.extend_history(store)) == 0
     assert perform(operations.expire(store)) == 0
 

@@ -26,9 +26,10 @@ def purging(app: App, name: str = "purge", *, queue: str | None = None) -> Async
         client = await app.aclient()
         partitions = jobs = 0
         for _turn in range(TURNS):
-            days, gone = await client.aperform(operations.purge(client.store, archive=archive is True))
+            plan = operations.purge(client.store, archive=archive is True)
+            days, gone, more = await client.aperform(plan)
             partitions, jobs = partitions + days, jobs + gone
-            if not gone or context.cancelled:
+            if not more or context.cancelled:
                 break
         context.log.info("%d jobs forgotten; %d days of history dropped", jobs, partitions)
         return {"partitions": partitions, "jobs": jobs}

@@ -800,10 +800,10 @@ def retain(store: Protocol, queue: str, days: Mapping[State, int]) -> Plan[None]
     yield store.retain(queue, [days.get(state) for state in State if state.is_final])
 
 
-def purge(store: Protocol, *, archive: bool = False) -> Plan[tuple[int, int]]:
-    """Forget what may be forgotten; says how many partitions and jobs went."""
+def purge(store: Protocol, *, archive: bool = False) -> Plan[tuple[int, int, bool]]:
+    """Forget a part of what may be forgotten; says how many partitions and jobs went, and whether there may be more."""
     rows = yield store.purge(archive=archive)
-    return rows[0]["partitions"], rows[0]["jobs"]
+    return rows[0]["partitions"], rows[0]["jobs"], rows[0]["more"]
 
 
 def extend_history(store: Protocol) -> Plan[int]:

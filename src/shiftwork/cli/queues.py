@@ -157,9 +157,9 @@ def purge(settings: Settings, archive: bool, as_json: bool) -> None:
     partitions = jobs = 0
     with opened(settings) as app:
         while True:
-            days, gone = app.client.perform(operations.purge(app.client.store, archive=archive))
+            days, gone, more = app.client.perform(operations.purge(app.client.store, archive=archive))
             partitions, jobs = partitions + days, jobs + gone
-            if not gone:
+            if not more:
                 break
     if as_json:
         print_json({"partitions": partitions, "jobs": jobs})

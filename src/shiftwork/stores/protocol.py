@@ -142,7 +142,7 @@ select shiftwork.resume(queue => %s::text, task => %s::text, worker => %s::bigin
 LIMIT = "select shiftwork.limit_running(%s::int, queue => %s::text, task => %s::text) as changed"
 DECLARE_LIMITS = "select shiftwork.declare_limits(%s::jsonb) as written"
 RETAIN = "select shiftwork.retain(%s::text, completed => %s::int, failed => %s::int, cancelled => %s::int, expired => %s::int)"
-PURGE = "select partitions, jobs from shiftwork.purge(%s::boolean)"
+PURGE = "select partitions, jobs, more from shiftwork.purge_part(%s::boolean)"
 EXTEND_HISTORY = "select shiftwork.extend_history() as made"
 # Everything that has a name of its kind: jobs that are not finished, what the registry says, limits and pauses.
 KNOWN = """

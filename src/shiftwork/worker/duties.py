@@ -62,14 +62,15 @@ def extend_history(store: Protocol, _: int, __: Publish) -> Plan[int]:
     return (yield from operations.extend_history(store))
 
 
-def purge(store: Protocol, _: int, __: Publish) -> Plan[int]:
+def purge(store: Protocol, __: int, ___: Publish) -> Plan[int]:
     """Forget finished jobs that need not be kept any longer."""
-
-    def part() -> Plan[int]:
-        _, jobs = yield from operations.purge(store)
-        return jobs
-
-    return (yield from _in_parts(part, 1))
+    total = 0
+    for _ in range(TURNS):
+        _, jobs, more = yield from operations.purge(store)
+        total += jobs
+        if not more:
+            break
+    return total
 
 
 def forget_workers(store: Protocol, _: int, __: Publish) -> Plan[int]:

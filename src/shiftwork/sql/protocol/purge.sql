@@ -47,110 +47,173 @@ begin
   return made;
 end $$;
 
--- Forget what may be forgotten: partitions of days that have come are dropped or, with `archive`, detached and kept as
--- archive_<day>, with the jobs' attempts, logs and progress beside them. What lies in the default partition goes in
--- batches. Says how many partitions went and how many jobs.
+-- Forget what may be forgotten, as far as one call goes: partitions of days that have come are dropped or, with `archive`, detached and
+-- kept as archive_<day>, with the jobs' attempts, logs and progress beside them. What lies in the default partition goes in
+-- batches. Says how many partitions went and how many jobs, and whether there may be more: then it is to be called again.
 --
--- Dropping needs all of history for a moment. That exclusive lock is taken before any on a partition, as everyone does who
--- reads: so nobody waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
+-- What belongs to jobs is taken away first, `most` rows a statement and a hundred times that in a call. Without its job it could not
+-- be found any more, so a partition goes only in a call that has looked through all of it.
+--
+-- Dropping needs all of history for a moment. That exclusive lock is taken before any other that is in a reader's way: so no reader
+-- waits for us while we wait for them. Where it cannot be had at once, the oldest partition that holds something is
 -- emptied, which locks only that one, and the rest is left to the next time.
-create or replace function shiftwork.purge(archive boolean default false, most int default 5000, out partitions int, out jobs bigint)
+create or replace function shiftwork.purge_part(
+  archive boolean default false, most int default 5000, out partitions int, out jobs bigint, out more boolean)
 language plpgsql security definer set search_path = shiftwork, pg_temp set lock_timeout = '200ms' as $$
 declare
   today constant date := shiftwork.today();
-  names text[];
-  filled boolean;
-  name text;
+  size constant int := greatest(coalesce(most, 5000), 1);
+  budget bigint := 100 * size::bigint;
+  strays bigint[];
+  one record;
+  part record;
   many bigint;
+  rests jsonb := '{}';                                   -- partitions that may go, each with how many jobs it still holds
 begin
   partitions := 0;
   jobs := 0;
+  more := false;
   if not pg_try_advisory_xact_lock(hashtextextended('shiftwork history', 0)) then
     return;
   end if;
 
-  with ended as (
-    delete from shiftwork.history_default as ended
-     where ended.ctid = any(array(select old.ctid from shiftwork.history_default as old
-                                   where old.forget_on <= today limit most for update skip locked))
-    returning ended.id
-  ), noted as (
-    delete from shiftwork.attempts as noted using ended where noted.job = ended.id
-  ), lines as (
-    delete from shiftwork.logs as line using ended where line.job = ended.id
-  ), last as (
-    delete from shiftwork.progress as last using ended where last.job = ended.id
-  )
-  select count(*) into jobs from ended;
+  strays := array(select old.id from shiftwork.history_default as old where old.forget_on <= today limit size for update skip locked);
+  select cleared.budget into budget from shiftwork.purge_companions(strays, null, size, budget) as cleared;
+  if budget > 0 then
+    delete from shiftwork.history_default as old where old.id = any(strays) and old.forget_on <= today;
+    get diagnostics jobs = row_count;
+  end if;
 
-  names := array(
-    select child.relname
+  for one in
+    select child.relname as name
       from pg_catalog.pg_inherits as link join pg_catalog.pg_class as child on child.oid = link.inhrelid
      where link.inhparent = 'shiftwork.history'::regclass and child.relname ~ '^history_\d{4}_\d{2}_\d{2}$'
        and to_date(substr(child.relname, 9), 'YYYY_MM_DD') <= today
-     order by child.relname);
-  if cardinality(names) = 0 then
-    return;
-  end if;
-  many := jobs;
+     order by child.relname
+  loop
+    exit when budget <= 0;
+    begin
+      part := shiftwork.purge_partition(one.name, archive, size, budget);
+      budget := part.budget;
+      jobs := jobs + part.jobs;
+      if budget > 0 then
+        rests := rests || jsonb_build_object(one.name, part.rest);
+      end if;
+    exception when lock_not_available or deadlock_detected then
+      raise warning '% is being written to, and stays for now: %', one.name, sqlerrm;
+    end;
+  end loop;
+
   begin
-    foreach name in array names loop
-      many := many + shiftwork.purge_companions(name, archive);
-    end loop;
-    lock table only shiftwork.history in access exclusive mode;
-    foreach name in array names loop
-      execute format('select exists (select from %I.%I)', 'shiftwork', name) into filled;
-      if archive and filled then
-        execute format('alter table shiftwork.history detach partition %I.%I', 'shiftwork', name);
-        execute format('alter table %I.%I rename to %I', 'shiftwork', name, replace(name, 'history', 'archive'));
+    if rests <> '{}' then
+      lock table only shiftwork.history in access exclusive mode;
+    end if;
+    for one in select key as name, value::bigint as rest from jsonb_each(rests) loop
+      if archive and one.rest > 0 then
+        execute format('alter table shiftwork.history detach partition %I.%I', 'shiftwork', one.name);
+        execute format('alter table %I.%I rename to %I', 'shiftwork', one.name, replace(one.name, 'history', 'archive'));
       else
-        execute format('drop table %I.%I', 'shiftwork', name);
+        execute format('drop table %I.%I', 'shiftwork', one.name);
       end if;
     end loop;
-    partitions := cardinality(names);
-    jobs := many;
-    return;
+    select count(*), coalesce(sum(value::bigint), 0) into partitions, many from jsonb_each(rests);
+    jobs := jobs + many;
   exception when lock_not_available or deadlock_detected or duplicate_table then
     raise warning 'history is in use, and its old partitions stay for now: %', sqlerrm;
-  end;
-
-  if not archive then
-    foreach name in array names loop
+    for one in select key as name, value::bigint as rest from jsonb_each(rests) where value::bigint > 0 and not archive order by key loop
       begin
-        many := shiftwork.purge_companions(name, false);
-        continue when many = 0;
-        execute format('truncate %I.%I', 'shiftwork', name);
-        jobs := jobs + many;
-        return;
+        execute format('truncate %I.%I', 'shiftwork', one.name);
+        jobs := jobs + one.rest;
+        exit;
       exception when lock_not_available or deadlock_detected then
         continue;
       end;
     end loop;
-  end if;
+  end;
+  more := budget <= 0 or jobs > 0;
 end $$;
 
--- What belongs to the jobs of one partition goes with them. Says how many jobs it holds.
-create or replace function shiftwork.purge_companions(partition text, archive boolean) returns bigint
-language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+-- The same once, for who calls it now and then: says how many partitions went and how many jobs.
+create or replace function shiftwork.purge(archive boolean default false, most int default 5000, out partitions int, out jobs bigint)
+language sql security definer set search_path = shiftwork, pg_temp as $$
+  select part.partitions, part.jobs from shiftwork.purge_part(archive, most) as part
+$$;
+
+-- Look through a partition of jobs that may be forgotten. Those to which something belongs go one by one, together with that; the
+-- `rest` goes with the partition, and is not told as long as there may be more. With `archive` all of them stay, and what belongs to
+-- them moves. Until the transaction ends nobody writes to it: neither does anybody revive a job of which only a part is left, nor
+-- can one come late, and be passed by.
+create or replace function shiftwork.purge_partition(
+  partition text, archive boolean, most int, inout budget bigint, out jobs bigint, out rest bigint)
+language plpgsql security definer set search_path = shiftwork, pg_temp set enable_seqscan = off as $$
 declare
   companion text;
-  kept text;
-  many bigint;
+  place bigint := -9223372036854775808;
+  seen bigint := 0;
+  ids bigint[];
+  owners bigint[];
+  gone bigint;
 begin
-  execute format('select count(*) from %I.%I', 'shiftwork', partition) into many;
-  if many = 0 then
-    return 0;
-  end if;
-  foreach companion in array array['attempts', 'logs', 'progress'] loop
-    if archive then
-      kept := replace(partition, 'history', 'archive') || '_' || companion;
-      execute format('create table %I.%I (like %1$I.%3$I)', 'shiftwork', kept, companion);
-      execute format('insert into %I.%I select one.* from %1$I.%3$I as one join %1$I.%4$I as ended on ended.id = one.job',
-                     'shiftwork', kept, companion, partition);
+  jobs := 0;
+  execute format('lock table %I.%I in share mode', 'shiftwork', partition);
+  loop
+    execute format('select array(select one.id from %I.%I as one where one.id > $1 order by one.id limit $2)', 'shiftwork', partition)
+       into ids using place, most;
+    exit when cardinality(ids) = 0;
+    if archive and seen = 0 then
+      foreach companion in array array['attempts', 'logs', 'progress'] loop
+        execute format('create table if not exists %I.%I (like %1$I.%3$I)', 'shiftwork',
+                       replace(partition, 'history', 'archive') || '_' || companion, companion);
+      end loop;
     end if;
-    execute format('delete from %I.%I as one using %1$I.%3$I as ended where one.job = ended.id', 'shiftwork', companion, partition);
+    select cleared.budget, cleared.owners into budget, owners
+      from shiftwork.purge_companions(ids, case when archive then replace(partition, 'history', 'archive') end, most, budget) as cleared;
+    if budget <= 0 then
+      return;
+    end if;
+    if cardinality(owners) > 0 and not archive then
+      execute format('delete from %I.%I as one where one.id = any($1)', 'shiftwork', partition) using owners;
+      get diagnostics gone = row_count;
+      jobs := jobs + gone;
+    end if;
+    seen := seen + cardinality(ids);
+    place := ids[cardinality(ids)];
   end loop;
-  return many;
+  rest := seen - jobs;
+end $$;
+
+-- Until it was done in batches, it was given a partition.
+drop function if exists shiftwork.purge_companions(text, boolean);
+
+-- Take away what belongs to jobs, or move it to the tables of an archive: `most` rows a statement, and no more than the budget. Says to
+-- which jobs something belonged, and what is left of the budget; if that is nothing, there may be more.
+create or replace function shiftwork.purge_companions(
+  ids bigint[], archive text, most int, inout budget bigint, out owners bigint[])
+language plpgsql security definer set search_path = shiftwork, pg_temp
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  companion text;
+  many int;
+  whose bigint[];
+begin
+  owners := '{}';
+  foreach companion in array array['attempts', 'logs', 'progress'] loop
+    loop
+      execute format(
+        'with gone as (
+           delete from %1$I.%2$I as one
+            where one.ctid = any(array(select near.ctid from %1$I.%2$I as near where near.job = any($1) limit $2)) returning one.*
+         )' || case when archive is not null then ', kept as (insert into %1$I.%3$I select * from gone)' else '' end || '
+         select count(*), coalesce(array_agg(distinct gone.job), ''{}'') from gone',
+        'shiftwork', companion, archive || '_' || companion) into many, whose using ids, least(most, budget);
+      owners := owners || whose;
+      budget := budget - many;
+      if budget <= 0 then
+        return;
+      end if;
+      exit when (many > 0 and many = most) is not true;
+    end loop;
+  end loop;
 end $$;
 
 -- How long finished jobs of a queue are kept, in days ('*': of every queue that says nothing else; 2147483647: for ever).
