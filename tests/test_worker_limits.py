@@ -131,6 +131,28 @@ def test_queues_are_served_by_weight() -> None:
     assert all(set(lanes.wish()) == {"heavy", "middle", "light"} for _ in range(100)), "all are served"
 
 
+def test_what_is_rare_among_the_work_of_others_is_looked_for_less_often(app: App) -> None:
+    @app.task
+    async def common() -> None: ...
+
+    @app.task(concurrency=2)
+    async def rare() -> None: ...
+
+    lanes = Lanes(Settings.read({}), app.tasks, {"default": None})
+    one, other = sorted(lanes.all, key=lambda lane: "rare" in (lane.tasks or ()))
+    assert len(lanes.in_turn()) == 3, "as long as nothing is known, all together first"
+    other.looked(0, 2, 1000.0, more=True)
+    assert set(lanes.in_turn()) == {one, other}, "nobody else has work"
+    one.looked(500, 500, 0.01, more=True)
+    assert lanes.in_turn() == [one], "it took long, and found nothing"
+    one.looked(0, 500, 0.01, more=False)
+    assert set(lanes.in_turn()) == {one, other}, "now nobody else has work"
+    one.looked(500, 500, 0.01, more=True)
+    other.looked(2, 2, 1000.0, more=True)
+    other.rests_until = 0.0
+    assert set(lanes.in_turn()) == {one, other}, "it found what it wanted"
+
+
 def test_queues_of_which_enough_was_claimed_lately_stand_back_behind_the_others() -> None:
     # spec: SG-39, A-22
     settings = Settings.read({}, queues="heavy=4,light=1,free=1", queue_budgets="heavy=50,light=20")

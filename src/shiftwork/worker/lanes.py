@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from shiftwork.worker.run import Run, Task
 FREELY = 1 << 30
 SOON = 0.04
 """Seconds for which a job may be expected to wait for a session that others have."""
+
+PATIENCE = 9.0
+"""How many times as long as it took to find few, or none, until they are looked for again: others have work meanwhile."""
 
 AHEAD = 4
 """How many times as many as may run are had beforehand, at most."""
@@ -71,6 +75,12 @@ class Lane:
     passing: bool = False
     """Whether all that it looked at was passed by."""
 
+    found: bool = False
+    """Whether the last claim had something."""
+
+    rests_until: float = 0.0
+    """When to look again, if meanwhile there is enough to do in other lanes."""
+
     narrowed: Sequence[object] = ()
     """To what hooks had narrowed it."""
 
@@ -78,6 +88,12 @@ class Lane:
     def most(self) -> int:
         """How many may be held at once."""
         return min((limit.room for limit in self.limits), default=FREELY)
+
+    def looked(self, taken: int, wanted: int, seconds: float, *, more: bool) -> None:
+        """So many were found of those wanted, in so long. If few, they are rare among what other lanes look for."""
+        self.more, self.found, self.passing = more, taken > 0, more and not taken
+        if more and taken < wanted:
+            self.rests_until = time.monotonic() + PATIENCE * seconds
 
     @property
     def left(self) -> int:
@@ -135,11 +151,19 @@ class Lanes:
         """All lanes at once: up to what the fullest of them may still have, no limit can be exceeded."""
 
     def in_turn(self) -> list[Lane]:
-        """The lanes, another one first each time; as long as none is known to have a backlog, all together first."""
+        """The lanes, another one first each time; as long as none is known to have a backlog, all together first.
+
+        As long as one has work, those are left out that looked at much lately and found little: a queue full of what is for
+        one lane would otherwise be read once for each of them.
+        """
         self.all = [*self.all[1:], *self.all[:1]]
-        if self.together is None or any(lane.more for lane in self.all):
+        if self.together is None:
             return list(self.all)
-        return [self.together, *self.all]
+        if not any(lane.more for lane in self.all):
+            return [self.together, *self.all]
+        now = time.monotonic()
+        awake = [lane for lane in self.all if now >= lane.rests_until]
+        return awake if any(lane.found and lane.left > 0 for lane in awake) else list(self.all)
 
     def wish(self) -> dict[str, int | None]:
         """The queues in the order in which they are served now, each with how many it may still have."""

@@ -389,9 +389,11 @@ class Worker:
     async def _fill(self) -> bool:
         """Claim as much as there is room for; says whether nothing was left, as far as could be seen."""
         await self._begin_prefetched()
-        idle, self._hungry, self._quiet = True, False, not self.holding
+        self._hungry, self._quiet = False, not self.holding
         self._due, self._passing, self._skipped, full = None, False, False, False
-        for lane in self._lanes.in_turn():
+        lanes = self._lanes.in_turn()
+        idle = len(lanes) >= len(self._lanes.all)
+        for lane in lanes:
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
                 return False
@@ -408,17 +410,16 @@ class Worker:
                 return False
             if claimed.skipped:
                 self._skipped = True
+                lane.looked(0, 0, 0.0, more=False)
             self._hungry = self._hungry or self._lanes.is_full  # with this claim, maybe
             # A queue that had no room for more, and has by now, has been told to nobody; and a budget is no reason to wait.
             again = any(map(self._lanes.has_room, _bounded(wish, claimed)))
-            lane.more = claimed.more
             dues = [due for due in (self._due, claimed.next_due_in) if due is not None]
             self._due = min(dues, default=None)
             self._full = full = full or claimed.full or bool(lane.narrowed)
             self._hungry = self._hungry or (
                 full and self._slots.free <= 0
             )  # what is limited is not fetched ahead
-            lane.passing = claimed.more and not claimed.taken
             self._passing = self._passing or lane.passing
             if lane is self._lanes.together:
                 if not claimed.more:
@@ -477,9 +478,11 @@ class Worker:
                 raise
             return Claimed.nothing(self.id, self._leases.answered, self._asking.failed(error))
         self._asking.worked(claimed.unanswered)
+        seconds = time.perf_counter() - began
+        lane.looked(len(claimed.taken), wished.most, seconds, more=claimed.more)
         if self._subscribers:
             tasks = Counter(map(_task_of, claimed.taken))
-            self._publish(events.Claimed(tasks, time.perf_counter() - began))
+            self._publish(events.Claimed(tasks, seconds))
         await self._reached("claimed")
         for job in claimed.refused:
             [queue, *_] = wished.queues
