@@ -44,6 +44,7 @@ class Remote:
         self._server = uvicorn.Server(
             uvicorn.Config(self.gateway, log_config=None, lifespan="off", timeout_graceful_shutdown=5)
         )
+        self.gateway.closing = lambda: self._server.should_exit
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
 
     def __enter__(self) -> Self:
@@ -51,6 +52,7 @@ class Remote:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop; once more is no harm."""
         self._server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive()

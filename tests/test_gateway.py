@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
+import shiftwork
 from shiftwork import App, Retry, TableStore
 from shiftwork.errors import ConfigurationError, Snooze
 from shiftwork.gateway import Gateway
@@ -184,6 +186,7 @@ def test_a_result_that_is_not_what_the_task_returns_is_a_failure(
 def test_lines_are_added_and_changed_under_the_token(protocol: Protocol, worker: RemoteWorker) -> None:
     # spec: SG-38
     [first, second] = [protocol.enqueue("greet", {"name": name}) for name in ("Ada", "Bob")]
+    protocol.rows("alter table {}.logs alter column id restart with 5000000000")
     [job, other] = worker.dequeue(most=2)
     added = worker.tell(job, "logs", message="cloning")
     assert added.status == 201
@@ -324,6 +327,51 @@ def test_two_gateways_with_one_secret_serve_the_same_worker(protocol: Protocol, 
         stranger = RemoteWorker(three, worker.id, worker.token, worker.answer)
         assert stranger.ask("heartbeat").status == 401
         assert stranger.tell(taken, "complete").status == 401
+
+
+def test_whatever_is_lost_on_the_way_every_job_ends_once(protocol: Protocol, app: App, dsn: str) -> None:
+    # spec: SG-38, A-23
+    jobs = {protocol.enqueue("greet", {"name": str(number)}) for number in range(60)}
+    chance = random.Random(4711)
+    accepted: dict[int, set[str]] = {job: set() for job in jobs}
+
+    def work(worker: RemoteWorker, doubtful: list[float]) -> None:
+        while True:
+            found = worker.dequeue(most=2)
+            if not found:
+                return
+            luck = doubtful.pop() if doubtful else 1
+            if luck < 0.2:
+                continue  # the answer never came
+            for job in found:
+                if worker.tell(job, "complete", result=job["token"]).status == 200:
+                    accepted[job["id"]].add(job["token"])
+                if luck < 0.4:  # nor did that one, and it is said again
+                    assert worker.tell(job, "complete", result=job["token"]).status == 200
+            if luck > 0.9:
+                worker.dequeue()  # and never heard of again, with a job in its hands
+                protocol_of_its_own(dsn, worker.id)
+                worker = worker.remote.register()
+
+    with made(dsn) as twin, Remote(app) as one, Remote(twin) as two:
+        threads = [
+            threading.Thread(target=work, args=(remote.register(), [chance.random() for _ in range(20)]))
+            for remote in (one, two, one, two)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        work(one.register(), [])
+    rows = protocol.rows("select id, state, result, resets from {}.history")
+    assert {row["id"] for row in rows if row["state"] == "completed"} == jobs
+    assert all(accepted[row["id"]] == {row["result"]} for row in rows)
+    assert any(row["resets"] for row in rows)
+
+
+def protocol_of_its_own(dsn: str, lapsed: int) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        Protocol(connection).lapse(lapsed)
 
 
 # Who may say what.
@@ -510,6 +558,18 @@ def test_who_waits_is_given_what_comes_meanwhile(
     assert [one["id"] for one in found] == [job]
 
 
+def test_who_waits_is_sent_home_when_the_gateway_stops(remote: Remote, protocol: Protocol) -> None:
+    worker = remote.register(lease=3600)
+    answers: list[int] = []
+    waiting = threading.Thread(target=lambda: answers.append(worker.ask("dequeue", wait=30).status))
+    waiting.start()
+    while protocol.value("select last_value < 2 from {}.claims"):
+        pass
+    remote.__exit__()
+    waiting.join(60)
+    assert answers == [204]
+
+
 def test_a_job_whose_worker_hung_up_before_it_was_given_is_given_back(
     protocol: Protocol, remote: Remote, worker: RemoteWorker
 ) -> None:
@@ -522,6 +582,38 @@ def test_a_job_whose_worker_hung_up_before_it_was_given_is_given_back(
     job = protocol.enqueue("greet", {"name": "Ada"})
     other = remote.register()
     assert other.take(wait=10)["id"] == job
+
+
+def test_a_task_that_takes_several_at_once_is_given_out_job_by_job(protocol: Protocol, app: App) -> None:
+    @app.task
+    async def count(words: shiftwork.Batch[str]) -> list[int]:
+        raise AssertionError("done elsewhere")
+
+    protocol.enqueue_many({"task": "count", "payload": {"words": word}} for word in ("to be", "or"))
+    with Remote(app) as remote:
+        worker = remote.register()
+        first, second = worker.dequeue(most=2)
+        assert first["payload"] == {"words": "to be"}
+        assert worker.tell(first, "complete", result=2).said["state"] == "completed"
+        assert worker.tell(second, "complete", result=[1]).said["state"] == "failed"
+
+
+def test_queues_limits_and_pauses_of_an_app_hold_for_remote_workers(protocol: Protocol, dsn: str) -> None:
+    with App(dsn, queues={"mail": 1, "default": None}) as app:
+
+        @app.task(queue="mail")
+        def post(to: str) -> None: ...
+
+        protocol.enqueue_many({"task": "post", "queue": "mail", "payload": {"to": "Ada"}} for _ in range(3))
+        with Remote(app) as remote:
+            strange = remote.post("/workers", queues=["mial"])
+            assert (strange.status, "mail, default" in strange.said["error"]) == (422, True)
+            worker = remote.register()
+            job = worker.take(most=3)
+            assert remote.register().ask("dequeue").status == 204, "one at once, in the whole cluster"
+            assert worker.tell(job, "complete").status == 200
+            protocol.rows("select {}.pause(queue => 'mail')")
+            assert worker.ask("dequeue").status == 204
 
 
 # When the database is away, and what is kept from whom.
@@ -554,6 +646,18 @@ def test_while_the_database_is_away_that_is_said_and_then_all_goes_on(
         assert worker.tell(taken, "complete", result="hello").said["state"] == "completed"
     said = [record.getMessage() for record in caplog.records if "is interrupted" in record.getMessage()]
     assert len(said) == 3, "told once for each time"
+
+
+def test_who_hangs_up_in_the_middle_of_a_sentence_troubles_nobody(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", remote.port)) as line:
+        line.sendall(
+            f"POST /workers HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+    assert remote.register().ask("dequeue").status == 204
+    remote.__exit__()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_row_that_somebody_has_locked_is_tried_again(
@@ -619,8 +723,10 @@ create table example_jobs (
 """
 
 
-def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str) -> None:
-    # spec: SG-38
+def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # spec: SG-38, A-23
+    hosts = iter(("here", "there"))
+    monkeypatch.setattr("shiftwork.stores.table.socket.gethostname", lambda: next(hosts))
     with psycopg.connect(empty_dsn, autocommit=True) as table:
         table.execute(TABLE)
         table.execute("insert into example_jobs (pages) values (1), (2), (3), (4)")
@@ -654,6 +760,8 @@ def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str) -> None:
             again = worker.take()
             assert worker.tell(again, "error", message="jammed").said["state"] == "scheduled"
             assert (row(2)["state"], row(2)["failure_message"].endswith("jammed")) == ("errored", True)
+            table.execute("alter table example_jobs drop column execution_logs")
+            assert worker.ask("dequeue").status == 503, "it is looked at again"
             third = worker.take()
             assert worker.tell(third, "fail", message="torn").said["state"] == "failed"
             fourth = worker.take()

@@ -11,9 +11,12 @@ from uuid import uuid4
 import psycopg
 import pytest
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
+from shiftwork import App
 from shiftwork.migrate import migrate
 from tests.harness import Protocol, Row
+from tests.remote import Remote
 
 ROLES = ["producer", "worker", "operator", "viewer"]
 VERBS = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER"]
@@ -356,6 +359,30 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
             text: Any = f"delete from {{}}.{table}"
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 worker.rows(text)
+
+
+def test_a_gateway_needs_no_more_than_the_rights_of_a_worker(installed: Installation) -> None:
+    worker = make_conninfo(installed.dsn, options=f"-c role={installed.schema}_worker")
+    with App(worker, schema=installed.schema, max_connections=1) as app, installed.acting(None) as owner:
+
+        @app.task
+        def resize(path: str) -> None: ...
+
+        job = owner.enqueue("resize", {"path": "a"})
+        with Remote(app) as remote:
+            far = remote.register()
+            taken = far.take()
+            index = far.tell(taken, "logs", message="begun").said["index"]
+            path = f"/jobs/{job}/logs/{index}"
+            assert remote.post(path, taken["token"], method="PUT", message="done").status == 204
+            assert far.tell(taken, "progress", fraction=1).status == 204
+            assert far.ask("heartbeat", jobs=[taken["token"]]).status == 200
+            assert far.tell(taken, "release").said["state"] == "ready"
+            silent = remote.register().id
+            owner.rows("update {}.workers set lease_until = '2020-01-01' where id = %s", silent)
+            assert far.tell(far.take(), "complete").said["state"] == "completed"
+            assert remote.post(f"/workers/{far.id}", far.token, method="DELETE").status == 204
+        assert owner.value("select count(*) from {}.workers where gone_at is not null") == 1, "one was reaped"
 
 
 def test_a_stranger_in_the_same_database_may_not_even_look(installed: Installation) -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -42,6 +42,7 @@ from shiftwork.errors import (
     PayloadTooLarge,
     Poison,
     RetryLater,
+    ShiftworkError,
     UnfitArguments,
     Verdict,
 )
@@ -81,8 +82,8 @@ AGAIN = "2"
 """Seconds after which a remote worker may try again, while the database is away."""
 
 REFUSED = "OUTCOME_REFUSED"
-FARTHEST = 2**31 - 1
-"""The last line of a log that can be asked for."""
+NOT_UNDERSTOOD = ("427", "42P", "428")
+"""SQLSTATEs of names that are not there: a table has changed meanwhile, and is looked at again."""
 
 LOST = {
     "taken": "it was given back or taken away, as happens when its worker falls silent",
@@ -121,9 +122,7 @@ class Gateway:
         self._retry = Retry()
         self._is_table = isinstance(self._store, Table)
         if isinstance(self._store, Table):
-            self._store.host = (
-                "gateway"  # the same at all of them, for each has to find what another gave out
-            )
+            self._store.host = "gateway"  # the same at all of them: each has to find what another gave out
             self._retry = self._store.layout.retry
         if not (self._tasks or (self._is_table and not program.tasks)):
             raise ConfigurationError(
@@ -155,7 +154,12 @@ class Gateway:
                 Route("/workers/{id:int}", self._leave, methods=["DELETE"]),
                 Route("/jobs/{id:int}/logs/{index:int}", self._change_log, methods=["PUT"]),
             ],
-            exception_handlers={Refusal: told, HTTPException: told, DatabaseError: self._troubled},
+            exception_handlers={
+                Refusal: told,
+                HTTPException: told,
+                ClientDisconnect: told,
+                ShiftworkError: self._troubled,
+            },
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,13 +200,16 @@ class Gateway:
         queues, tasks = self._served(asked.queues or worker.queues), self._known(asked.tasks or worker.tasks)
         await self._beat(worker, self._held(worker, asked.jobs), reconcile=True)
         until, cursor = time.monotonic() + min(asked.wait, worker.lease / 3), Cursor()
-        while not (offered := await self._look(worker, queues, tasks, asked.most, cursor)):
-            left = until - time.monotonic()
-            if left <= 0 or self.closing() or await request.is_disconnected():
+        while True:
+            offered = await self._look(worker, queues, tasks, asked.most, cursor)
+            if await request.is_disconnected():
+                await self._ask(operations.release(self._store, worker.id, [job.held for job, _ in offered]))
                 return Response(status_code=204)
+            left = until - time.monotonic()
+            if offered or left <= 0 or self.closing():
+                break
             await asyncio.sleep(min(left, LOOK_EVERY))
-        if await request.is_disconnected():
-            await self._ask(operations.release(self._store, worker.id, [job.held for job, _ in offered]))
+        if not offered:
             return Response(status_code=204)
         answer = {"claim": offered[0][0].claim, "jobs": [said for _, said in offered]}
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -300,8 +307,8 @@ class Gateway:
 
     async def _change_log(self, request: Request) -> Response:
         job, said = await self._opened(request, OfJob, messages.Line)
-        place = min(int(request.path_params["index"]), FARTHEST)
-        plan = operations.change_log(self._store, job.worker, job.held, place, said.entry)
+        place, last = int(request.path_params["index"]), 2**31 if self._is_table else 2**63
+        plan = operations.change_log(self._store, job.worker, job.held, min(place, last - 1), said.entry)
         if not await self._fenced(job, plan):
             raise Refusal(404, f"the log of job {job.id} has no line {place}")
         return Response(status_code=204)
@@ -405,9 +412,11 @@ class Gateway:
         if self._is_table and set(named) - set(self._queues):
             raise Refusal(422, f"queues: there is only {self._queues[0]!r}")
         try:
-            return [check_name("queues", queue) for queue in named or self._queues]
+            for queue in named:
+                self._program.check_queue(check_name("queues", queue))
         except InvalidArgument as error:
-            raise Refusal(422, str(error)) from None
+            raise Refusal(422, f"queues: {error}") from None
+        return list(named or self._queues)
 
     def _known(self, named: Collection[str]) -> list[str]:
         """These tasks, or all that can be worked from afar."""
@@ -458,9 +467,11 @@ class Gateway:
 
     def _troubled(self, request: Request, error: Exception) -> Response:
         """The database is away, or will not have it; what exactly is for the log."""
-        if not (isinstance(error, NotInstalled) or (isinstance(error, DatabaseError) and will_pass(error))):
+        altered = (getattr(error, "sqlstate", None) or "").startswith(NOT_UNDERSTOOD)
+        passes = altered or (isinstance(error, ShiftworkError) and will_pass(error))
+        if not (passes or isinstance(error, NotInstalled)):
             log.error("%s %s: %s", request.method, request.url.path, error)
-            return told(request, Refusal(500, "the database refused this; the log of the gateway says why"))
+            return told(request, Refusal(500, "this cannot be done; the log of the gateway says why"))
         if not self._away:
             self._away = True
             self._publish(events.DatabaseAway("the gateway", str(error)))

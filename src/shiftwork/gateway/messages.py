@@ -16,7 +16,7 @@ from shiftwork.outcome import MAX_MESSAGE, MAX_TRACEBACK, Outcome
 
 T = TypeVar("T")
 
-Name = Annotated[str, Meta(min_length=1, max_length=100)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Names = Annotated[list[Name], Meta(max_length=100)]
 Tokens = Annotated[list[str], Meta(max_length=1000)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400 * 3650)]
