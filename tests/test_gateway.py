@@ -556,6 +556,9 @@ def test_who_waits_is_given_what_comes_meanwhile(
     job = protocol.enqueue("greet", {"name": "Ada"})
     waiting.join(60)
     assert [one["id"] for one in found] == [job]
+    assert remote.register(lease=1).ask("dequeue", wait=30).status == 204, (
+        "nobody waits longer than its lease lasts"
+    )
 
 
 def test_who_waits_is_sent_home_when_the_gateway_stops(remote: Remote, protocol: Protocol) -> None:
@@ -571,17 +574,19 @@ def test_who_waits_is_sent_home_when_the_gateway_stops(remote: Remote, protocol:
 
 
 def test_a_job_whose_worker_hung_up_before_it_was_given_is_given_back(
-    protocol: Protocol, remote: Remote, worker: RemoteWorker
+    protocol: Protocol, remote: Remote, worker: RemoteWorker, dsn: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", remote.port)) as line:
-        body = b'{"wait": 10}'
-        head = f"POST /workers/{worker.id}/dequeue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {worker.token}\r\nContent-Length: {len(body)}\r\n\r\n"
-        line.sendall(head.encode() + body)
-        while protocol.value("select last_value < 2 from {}.claims"):
-            pass
-    job = protocol.enqueue("greet", {"name": "Ada"})
-    other = remote.register()
-    assert other.take(wait=10)["id"] == job
+    head = f"POST /workers/{worker.id}/dequeue HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {worker.token}\r\n\r\n"
+    with psycopg.connect(dsn) as holder:
+        holder.execute("lock table shiftwork.jobs in access exclusive mode")
+        with socket.create_connection(("127.0.0.1", remote.port)) as line:
+            line.sendall(head.encode())
+            while protocol.value("select count(*) = 0 from pg_locks where not granted"):
+                pass
+        holder.execute("""select shiftwork.enqueue('greet', '{"name": "Ada"}')""")
+    while protocol.value("select max(attempt) = 0 from {}.jobs"):
+        pass
+    assert remote.register().take(wait=10)["attempt"] == 2
 
 
 def test_a_task_that_takes_several_at_once_is_given_out_job_by_job(protocol: Protocol, app: App) -> None:
