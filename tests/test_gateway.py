@@ -628,6 +628,7 @@ def test_while_the_database_is_away_that_is_said_and_then_all_goes_on(
     protocol: Protocol, dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # spec: SG-38
+    # fault: F11
     job = protocol.enqueue("greet", {"name": "Ada"})
     with Wire(dsn) as wire, made(wire.dsn) as app, Remote(app) as remote:
         wire.refuse()
@@ -768,6 +769,7 @@ def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str, monkeypatch:
             table.execute("alter table example_jobs drop column execution_logs")
             assert worker.ask("dequeue").status == 503, "it is looked at again"
             third = worker.take()
+            assert "execution_logs" in worker.tell(third, "logs", message="torn").said["error"]
             assert worker.tell(third, "fail", message="torn").said["state"] == "failed"
             fourth = worker.take()
             table.execute("update example_jobs set last_heartbeat_at = now() - interval '1 day' where id = 4")

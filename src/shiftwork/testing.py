@@ -491,6 +491,27 @@ def who_lost_a_job_can_commit_nothing_with_it(bench: Bench) -> None:
     expect(bench.state(job.id), State.READY)
 
 
+@case
+def lines_of_a_log_are_written_and_changed_by_whoever_holds_the_job(bench: Bench) -> None:
+    bench.add()
+    worker = bench.register()
+    [job] = bench.take(worker)
+    held, store = (job.id, job.attempt), bench.store
+    place = bench.perform(operations.add_log(store, worker, held, {"key": "log.info", "out": "begun"}))
+    later = operations.change_log(store, worker, held, place, {"out": "done"})
+    expect(bench.perform(later), True, "that there is such a line")
+    bench.release(worker, [job])
+    for plan in (
+        operations.add_log(store, worker, held, {"key": "log.info", "out": "late"}),
+        operations.change_log(store, worker, held, place, {"out": "late"}),
+    ):
+        try:
+            bench.perform(plan)
+        except FenceLost:
+            continue
+        raise AssertionError("who lost a job could write to its log")
+
+
 # A worker.
 
 

@@ -455,6 +455,10 @@ class Gateway:
             return await self._ask(plan, atomic=atomic)
         except FenceLost:
             raise await self._lost(job) from None
+        except ConfigurationError as error:
+            if isinstance(error, DatabaseError):
+                raise
+            raise Refusal(501, str(error)) from None
 
     async def _lost(self, job: OfJob) -> Refusal:
         """Why a token opens nothing any more."""

@@ -322,16 +322,19 @@ class Table:
     def add_log(self, worker: int, job: int, attempt: int, entry: Mapping[str, object]) -> Statement:
         """Append an entry to the execution logs, or fail: `place`, from 0."""
         params = (self._holder(worker), _json(entry), attempt, job, _lost(job, attempt))
-        return self._statement(SQL["add_log"], *params)
+        return self._of_logs(SQL["add_log"], *params)
 
     def change_log(
         self, worker: int, job: int, attempt: int, place: int, entry: Mapping[str, object]
     ) -> Statement:
         """Change what is given of an entry, or fail."""
         why = f"{_lost(job, attempt)}, or its logs have no entry {place}"
-        return self._statement(
-            SQL["change_log"], self._holder(worker), _json(entry), attempt, place, job, why
-        )
+        return self._of_logs(SQL["change_log"], self._holder(worker), _json(entry), attempt, place, job, why)
+
+    def _of_logs(self, text: str, *params: object) -> Statement:
+        if "execution_logs" not in self.there:
+            raise ConfigurationError(f"{self.layout.table} has no column execution_logs, and keeps no logs")
+        return self._statement(text, *params)
 
     # How statements are written.
 
