@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -362,7 +363,8 @@ def test_whatever_is_lost_on_the_way_every_job_ends_once(protocol: Protocol, app
             thread.start()
         for thread in threads:
             thread.join(60)
-        work(one.register(), [])
+        while protocol.value("select exists (select from {}.jobs)"):
+            work(one.register(), [])
     rows = protocol.rows("select id, state, result, resets from {}.history")
     assert {row["id"] for row in rows if row["state"] == "completed"} == jobs
     assert all(accepted[row["id"]] == {row["result"]} for row in rows)
@@ -521,6 +523,29 @@ def test_what_is_given_out_can_be_transformed_and_a_job_for_which_that_fails_has
     assert [row["state"] for row in rows] == ["failed", "failed", "scheduled", "running"]
     assert "LookupError: there is no Eve" in rows[0]["error"]["message"]
     assert "for your eyes" not in json.dumps([row["payload"] for row in rows])
+
+
+def test_a_transformation_that_does_not_end_costs_its_job_and_no_other(protocol: Protocol, dsn: str) -> None:
+    async def transform(job: Job) -> object:
+        if job.payload["name"] == "Eve":
+            await asyncio.Event().wait()
+        return job.payload
+
+    jobs = [protocol.enqueue("greet", {"name": name}) for name in ("Eve", "Ada")]
+    with made(dsn) as app:
+        app.settings = app.settings.changed(lease="500ms")
+        with Remote(app, transform=transform) as remote:
+            assert remote.register(lease=30).take()["id"] == jobs[1]
+    assert "TimeoutError" in state(protocol, jobs[0])["error"]["message"]
+
+
+def test_a_worker_is_heard_though_nobody_can_be_reaped(
+    protocol: Protocol, remote: Remote, worker: RemoteWorker
+) -> None:
+    protocol.lapse(remote.register().id)
+    protocol.rows("alter function {}.reap(bigint, int, boolean) rename to not_today")
+    assert worker.ask("heartbeat").status == 200
+    assert worker.ask("dequeue").status == 204
 
 
 def test_only_tasks_that_need_no_database_and_that_a_worker_names_are_given_to_it(

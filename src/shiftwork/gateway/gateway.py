@@ -132,8 +132,8 @@ class Gateway:
         self._seal = Seal(check_secret(token), self._store.channels[0])
         self._most = settings.max_payload + ROOM
         self._tell: list[Subscriber] = [Telling(log), *program.subscribers]
-        self._met = False
-        self._away = False
+        self._met = self._away = False
+        self._reap_at = 0.0
         self.closing: Callable[[], bool] = lambda: False
         """Whether nobody is to wait any longer."""
 
@@ -228,9 +228,19 @@ class Gateway:
             raise _gone(worker)
         if pulse.strays:
             self._publish(events.StraysReleased(tuple(pulse.strays)))
-        if pulse.reap and (taken := await self._ask(operations.reap(self._store))):
-            self._publish(events.Reaped(taken))
+        if pulse.reap and time.monotonic() >= self._reap_at:
+            await self._reap()
         return pulse
+
+    async def _reap(self) -> None:
+        """Take jobs back from workers that fell silent; if there are none to be had, that may be so for a while."""
+        try:
+            if taken := await self._ask(operations.reap(self._store)):
+                self._publish(events.Reaped(taken))
+                return
+        except DatabaseError as error:
+            self._publish(events.ReapFailed(str(error)))
+        self._reap_at = time.monotonic() + LOOK_EVERY
 
     async def _look(
         self, worker: OfWorker, queues: Collection[str], tasks: Collection[str], most: int, cursor: Cursor
@@ -265,7 +275,8 @@ class Gateway:
                 Signature(job.task, _anything).decode_json(taken[4] or "null")
             payload = (taken[4] or "{}").encode()
             if self._transform is not None:
-                payload = encode_result(await _called(self._transform, seen))
+                async with asyncio.timeout(self._lease):  # else it would be tried for ever
+                    payload = encode_result(await _called(self._transform, seen))
         except Verdict:
             raise
         except InvalidArgument as error:
@@ -315,11 +326,11 @@ class Gateway:
 
     async def _progress(self, request: Request) -> Response:
         job, said = await self._opened(request, OfJob, messages.Progress)
-        told = [(*job.held, said.fraction, said.message)]
+        far = [(*job.held, said.fraction, said.message)]
 
         def plan() -> Plan[object]:
             yield from operations.fence(self._store, *job.held)
-            return (yield from operations.report(self._store, job.worker, progress=told))
+            return (yield from operations.report(self._store, job.worker, progress=far))
 
         await self._fenced(job, plan(), atomic=True)
         return Response(status_code=204)
@@ -365,8 +376,8 @@ class Gateway:
         """Write how an attempt ended; what cannot be written as it is has failed."""
         for pause in BUSY:
             try:
-                told = [operations.encode_outcome(outcome)]
-                settled = await self._ask(operations.settle_encoded(self._store, job.worker, told))
+                written = [operations.encode_outcome(outcome)]
+                settled = await self._ask(operations.settle_encoded(self._store, job.worker, written))
                 answer, problem = settled.answers.get(job.id, "lost"), settled.problems.get(job.id, "")
             except DatabaseError as error:
                 if will_pass(error) or (outcome.error or {}).get("code") == REFUSED:
