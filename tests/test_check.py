@@ -93,6 +93,7 @@ def test_everything_that_is_set_wrongly_is_told_at_once(
 
 def test_what_is_worth_a_warning_is_no_reason_to_fail(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHIFTWORK_TYPO", "1")
+    monkeypatch.setenv("SHIFTWORK_GATEWAY_TOKEN", "a canary that is no setting, but no mistake either")
     monkeypatch.setenv("SHIFTWORK_METRICS_PORT", "9100")
     monkeypatch.setattr(checking, "find_spec", lambda _: None)
     monkeypatch.setenv("DATABASE_URL", "postgresql://me:canary@db.example.org,127.0.0.1/x?sslmode=require")

@@ -777,6 +777,8 @@ def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str, monkeypatch:
             assert (
                 twin.post(f"/jobs/1/logs/{index}", first["token"], method="PUT", message="done").status == 204
             )
+            missing = twin.post("/jobs/1/logs/99", first["token"], method="PUT", message="")
+            assert (missing.status, missing.said) == (404, {"error": "the log of job 1 has no line 99"})
             table.execute("update example_jobs set cancel = true where id = 1")
             assert worker.ask("heartbeat", jobs=[first["token"]]).said["cancel"] == [
                 {"id": 1, "reason": None}
@@ -794,7 +796,8 @@ def test_rows_of_a_table_are_worked_in_the_same_way(empty_dsn: str, monkeypatch:
             table.execute("alter table example_jobs drop column execution_logs")
             assert worker.ask("dequeue").status == 503, "it is looked at again"
             third = worker.take()
-            assert "execution_logs" in worker.tell(third, "logs", message="torn").said["error"]
+            unlogged = worker.tell(third, "logs", message="torn")
+            assert (unlogged.status, "execution_logs" in unlogged.said["error"]) == (501, True)
             assert worker.tell(third, "fail", message="torn").said["state"] == "failed"
             fourth = worker.take()
             table.execute("update example_jobs set last_heartbeat_at = now() - interval '1 day' where id = 4")

@@ -176,7 +176,13 @@ class Gateway:
         said = {"name": asked.name, "host": asked.host, "queues": queues, "lease": lease}
         details = {"remote": True, "lease": lease, "tasks": sorted(tasks)}
         worker = await self._ask(operations.register(self._store, **said, details=details))
-        log.info("worker %d (%s@%s) works over HTTP; it serves %s", worker, asked.name, asked.host, queues)
+        log.info(
+            "worker %d (%s@%s) works over HTTP; it serves %s",
+            worker,
+            asked.name,
+            asked.host,
+            ", ".join(queues),
+        )
         token = self._seal.sign(OfWorker(worker, lease, tuple(asked.queues), tuple(asked.tasks)))
         return JSONResponse({"worker": worker, "token": token, "lease": lease, "heartbeat": lease / 3}, 201)
 
@@ -320,7 +326,12 @@ class Gateway:
         job, said = await self._opened(request, OfJob, messages.Line)
         place, last = int(request.path_params["index"]), 2**31 if self._is_table else 2**63
         plan = operations.change_log(self._store, job.worker, job.held, min(place, last - 1), said.entry)
-        if not await self._fenced(job, plan):
+        try:
+            found = await self._ask(plan)
+        except FenceLost:  # a table says that as well if it has no such line
+            await self._fenced(job, operations.fence(self._store, *job.held))
+            found = False
+        if not found:
             raise Refusal(404, f"the log of job {job.id} has no line {place}")
         return Response(status_code=204)
 
@@ -466,10 +477,6 @@ class Gateway:
             return await self._ask(plan, atomic=atomic)
         except FenceLost:
             raise await self._lost(job) from None
-        except ConfigurationError as error:
-            if isinstance(error, DatabaseError):
-                raise
-            raise Refusal(501, str(error)) from None
 
     async def _lost(self, job: OfJob) -> Refusal:
         """Why a token opens nothing any more."""
@@ -486,6 +493,8 @@ class Gateway:
         passes = altered or (isinstance(error, ShiftworkError) and will_pass(error))
         if not (passes or isinstance(error, NotInstalled)):
             log.error("%s %s: %s", request.method, request.url.path, error)
+            if isinstance(error, ConfigurationError):
+                return told(request, Refusal(501, str(error)))
             return told(request, Refusal(500, "this cannot be done; the log of the gateway says why"))
         if not self._away:
             self._away = True
