@@ -531,7 +531,7 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
             if statement.under:
                 cursor = AsyncClientCursor(connection, row_factory=shape)
             else:
-                cursor = connection.cursor(row_factory=shape)
+                cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
             cursors[kind] = cursor
         try:
             await cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)

@@ -22,6 +22,7 @@ from shiftwork.worker.supervised import process
 
 log = logging.getLogger("shiftwork.worker")
 
+LEVELS = {level: logging.getLevelName(level) for level in (logging.INFO, logging.WARNING, logging.ERROR)}
 WHOLE = 4096
 """Bytes that are written to a pipe in one piece, whoever else writes to it."""
 
@@ -38,7 +39,7 @@ class Telling:
         return kind is not events.JobBegan or self._logger.isEnabledFor(logging.DEBUG)
 
     def __call__(self, event: Event) -> None:
-        level, words = _words(event)
+        level, words = _ended(event) if type(event) is events.JobEnded else _words(event)
         if words is None or not self._logger.isEnabledFor(level):
             return
         if self._stream is not None:
@@ -62,9 +63,7 @@ def _sole_stream(logger: logging.Logger) -> Stream | None:
     return only if isinstance(only, Stream) and not only.filters else None
 
 
-def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912, PLR0915
-    if isinstance(event, events.JobEnded):  # before all others, since there are most of them
-        return _ended(event)
+def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
     match event:
         case events.JobBegan(job, task, queue, attempt):
             return logging.DEBUG, f"job {job} {task} (queue {queue}, attempt {attempt}) began"
@@ -260,15 +259,17 @@ def _signal(number: int) -> str:
 
 def _ended(event: events.JobEnded) -> tuple[int, str]:
     job = f"job {event.job} {event.task} (queue {event.queue}, attempt {event.attempt})"
-    state, error = event.state, event.error
+    state, error, seconds = event.state, event.error, event.seconds
     if state == "completed":
-        return logging.INFO, f"{job} completed in {_took(event.seconds)}"
+        if seconds < 1:  # as most do
+            return logging.INFO, f"{job} completed in {seconds * 1000:.1f} ms"
+        return logging.INFO, f"{job} completed in {_took(seconds)}"
     why = f": {error.get('code')}: {error.get('message')}" if error else ""
     if state == "scheduled":
         level = logging.WARNING if error else logging.INFO
         return level, f"{job} will run again in {event.delay or 0:.1f} s{why}"
     level = logging.ERROR if state == "failed" else logging.INFO
-    return level, f"{job} {state} after {_took(event.seconds)}{why}"
+    return level, f"{job} {state} after {_took(seconds)}{why}"
 
 
 def _took(seconds: float) -> str:
@@ -305,7 +306,8 @@ class TextFormatter(logging.Formatter):
         if self._moment != moment:  # many lines share one
             self._moment = moment
             self._stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{moment % 1000:03d}"
-        return f"{self._stamp} {logging.getLevelName(level):<7} {self._which}{clean(words)}"
+        said = words if words.isprintable() else clean(words)
+        return f"{self._stamp} {LEVELS.get(level) or logging.getLevelName(level):<7} {self._which}{said}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -360,15 +362,20 @@ class Stream(logging.StreamHandler[TextIO]):
 
     def tell(self, level: int, words: str, event: Event) -> None:
         """Write what an event says."""
-        self._put(self._form.line(time.time(), level, words, event))
+        self._lines.append(self._form.line(time.time(), level, words, event))
+        if len(self._lines) == 1:
+            self._flush_soon()
 
     def _put(self, line: str) -> None:
         self._lines.append(line)
         if len(self._lines) == 1:
-            try:
-                asyncio.get_running_loop().call_soon(self.flush)
-            except RuntimeError:
-                self.flush()
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:
+            self.flush()
 
     def flush(self) -> None:
         with self.lock or contextlib.nullcontext():

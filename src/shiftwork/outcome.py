@@ -78,8 +78,15 @@ def decide(
     """What becomes of a job, given how its handler ended."""
     if isinstance(ending, Raised):
         return _raised(job, ending.error, retry, coder(ending.error))
+    return completed(job, ending.value, encode, jobs)
+
+
+def completed(
+    job: Attempted, value: object, encode: Callable[[object], bytes], jobs: tuple[NewJob[Any], ...] = ()
+) -> Outcome:
+    """What becomes of a job whose handler returned this."""
     try:
-        return Outcome(job, State.COMPLETED, None, encode(ending.value), None, False, None, jobs)
+        return Outcome(job, State.COMPLETED, None, encode(value), None, False, None, jobs)
     except InvalidArgument as error:
         # The work is done and would end the same way again, so there is nothing to gain from another attempt.
         return Outcome(job, State.FAILED, error=describe(error), counts=True)

@@ -36,7 +36,7 @@ from shiftwork.errors import (
     UnknownHandler,
 )
 from shiftwork.job import Claimed, Job, State
-from shiftwork.outcome import Outcome, Raised, Returned, decide
+from shiftwork.outcome import Outcome, Raised, Returned, completed, decide
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
@@ -49,7 +49,7 @@ from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
-from shiftwork.worker.slots import Deadlines, Isolated, Waiting
+from shiftwork.worker.slots import Deadlines, Waiting, directly, isolation
 from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
@@ -127,6 +127,9 @@ class Attempts:
         self._dropped = dropped
         self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
+        self._plain: set[Task | None] = set()
+        """Tasks whose jobs need nothing but their arguments."""
+
         self.batches = Batches(transactions, decided=decided, more=more, stop=stop)
         self._at = at
 
@@ -161,8 +164,8 @@ class Attempts:
             return Raised(error)
         run.began = time.perf_counter()
         try:
-            step = Isolated(call(), run)
-            step.begin()
+            coroutine, context = call(), isolation(run)
+            pending = context.run(coroutine.send, None)
         except StopIteration as end:
             ending: Ending = Returned(end.value)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
@@ -171,7 +174,7 @@ class Attempts:
             ending = Raised(error)
         else:
             self._waits()
-            return call, step
+            return call, Waiting(coroutine, pending, context.run)
         run.took = time.perf_counter() - run.began
         return ending
 
@@ -276,7 +279,9 @@ class Attempts:
                         pass
                     else:
                         rest = hooks[place + 1 :]
-                        return self._rest_of_hooks(run, kind, began, Waiting(step, pending), rest, *given)
+                        return self._rest_of_hooks(
+                            run, kind, began, Waiting(step, pending, directly), rest, *given
+                        )
             except Exception as error:  # noqa: BLE001  -- it is not ours
                 self._hook_failed(run, kind, error)
         self.hook_times[kind].add(time.perf_counter() - began)
@@ -311,6 +316,14 @@ class Attempts:
         run.ended = True
         if self._at and (held := self._at("ended")) is not None:
             return self._held(held, run, ending)
+        if type(ending) is Returned and not (run.stop or run.done or run.concluded):  # as most do
+            try:
+                outcome = _completed(run, ending.value)
+            except Exception:  # noqa: BLE001, S110  -- it is looked at again, with patience
+                pass
+            else:
+                self._settling.put(run, outcome)
+                return None
         self._pass_on(run, ending)
         return None
 
@@ -375,13 +388,19 @@ class Attempts:
 
     def _prepared(self, run: Run) -> partial[Any]:
         """The handler with its arguments, as far as they are stored or known by now."""
-        if run.task is None:
+        task: Task | None = run.task
+        if task in self._plain:
+            return prepared(run)
+        if task is None:
             raise UnknownHandler(f"this worker has no task {run.name!r}")
-        timeout = self._timeout(run.task)
-        if self._middleware or run.task.context_parameters or run.task.batch:
+        timeout = self._timeout(task)
+        special = bool(self._middleware or task.context_parameters or task.batch)
+        if special:
             run.context = Context(run, self, timeout)
+        elif timeout is None:
+            self._plain.add(task)
         call = prepared(run)
-        if run.task.batch:
+        if task.batch:
             call = partial(self.batches.join, run, *call.args, *call.keywords.values())
         if timeout is not None:
             self._deadlines.add(run, timeout.total_seconds())
@@ -416,13 +435,13 @@ class Attempts:
         """What the handler returns, in a context of its own, inside the middleware."""
         if not run.task.is_async and not self._middleware:
             return await self._in_thread(run, call)
-        step = Isolated(self._wrapped(run, call) if self._middleware else call(), run)
+        coroutine, context = self._wrapped(run, call) if self._middleware else call(), isolation(run)
         try:
-            step.begin()
+            pending = context.run(coroutine.send, None)
         except StopIteration as end:
             return end.value
         self._waits()
-        return await step
+        return await Waiting(coroutine, pending, context.run)
 
     async def _reached(self, point: str) -> None:
         if self._at and (held := self._at(point)) is not None:
@@ -611,24 +630,22 @@ def prepared(run: Run) -> partial[Any]:
         args, kwargs = task.signature.decode_json(run.payload or "null")
     except InvalidArgument as error:
         raise UnfitArguments(str(error)) from None
-    for name in task.context_parameters:
-        kwargs[name] = run.context
+    if run.context is not None:
+        for name in task.context_parameters:
+            kwargs[name] = run.context
     return partial(task.function, *args, **kwargs)
 
 
 def decided(run: Run, ending: Ending) -> Outcome:
     """What becomes of a job, as its task has it."""
     task: Task | None = run.task
-    if task is None:
-        return decide(run, ending, USUAL)
-    return decide(
-        run,
-        ending,
-        _retry(task),
-        coder=task.coder,
-        encode=task.signature.encode_result,
-        jobs=tuple(run.jobs or ()),
-    )
+    if isinstance(ending, Returned):
+        return _completed(run, ending.value)
+    return decide(run, ending, USUAL) if task is None else decide(run, ending, _retry(task), coder=task.coder)
+
+
+def _completed(run: Run, value: object) -> Outcome:
+    return completed(run, value, run.task.signature.encode_result, tuple(run.jobs) if run.jobs else ())
 
 
 def lent(connection: object, schema: str, plan: Plan[None], then: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401

@@ -72,9 +72,10 @@ class Service:
         return kind is not events.JobBegan
 
     def __call__(self, event: Event) -> None:
+        if type(event) is events.JobEnded:  # as little as can be, since there are most of them
+            self._ended[event.queue, event.state] += 1
+            return
         match event:
-            case events.JobEnded(_, _, queue, _, state):
-                self._ended[queue, state] += 1
             case events.WorkerStarted(worker, _, queues):
                 self._words = f"serves {', '.join(queues)}"
                 self._systemd.ready(self._words)

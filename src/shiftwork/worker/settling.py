@@ -87,7 +87,8 @@ class Settling:
     def put(self, run: Run, outcome: Outcome) -> None:
         """Write this outcome."""
         self._outcomes.append((run, outcome, operations.encode_outcome(outcome)))
-        self._something.set()
+        if len(self._outcomes) == 1:  # else it is known
+            self._something.set()
 
     def give_back(self, run: Run, *, after: float = 0.0) -> None:
         """Release this job."""
@@ -326,6 +327,8 @@ class Settling:
 
 def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]:
     """A part for each worker that we have been: after a lease was lost there are two."""
+    if len(set(map(worker, batch))) == 1:
+        return deque([list(batch)])
     parts: dict[int, list[T]] = {}
     for one in batch:
         parts.setdefault(worker(one), []).append(one)

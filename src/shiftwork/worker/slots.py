@@ -15,7 +15,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any, Self
 
 from shiftwork.worker.run import Run, Stop, current
@@ -126,23 +126,11 @@ async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
         await asyncio.sleep(0)  # what was asked for and not yet delivered
 
 
-class Isolated:
-    """A handler's coroutine, run within the task that awaits this, but in a context of its own."""
-
-    __slots__ = ("_context", "_coroutine", "_pending")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], run: Run) -> None:
-        self._coroutine = coroutine
-        self._context = copy_context()
-        self._context.run(current.set, run)
-
-    def begin(self) -> None:
-        """Take the first step; raises StopIteration with the value if there is no other."""
-        self._pending = self._context.run(self._coroutine.send, None)
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        """All steps but the first."""
-        return rest_of(self._coroutine, self._pending, self._context.run)
+def isolation(run: Run) -> Context:
+    """A context (of context variables) for the handler of a job alone."""
+    context = copy_context()
+    context.run(current.set, run)
+    return context
 
 
 def rest_of(
@@ -165,20 +153,24 @@ def rest_of(
 
 
 class Waiting:
-    """A coroutine that waits after its first step; whoever awaits this goes on with it."""
+    """A coroutine that waits after its first step; whoever awaits this goes on with it, each step taken by `step`."""
 
-    __slots__ = ("_coroutine", "_pending")
+    __slots__ = ("_coroutine", "_pending", "_step")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], pending: object) -> None:
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+    ) -> None:
         self._coroutine = coroutine
         self._pending = pending
+        self._step = step
 
     def __await__(self) -> Generator[Any, Any, Any]:
         """All steps but the first."""
-        return rest_of(self._coroutine, self._pending, _directly)
+        return rest_of(self._coroutine, self._pending, self._step)
 
 
-def _directly(step: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+def directly(step: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+    """A step as it is."""
     return step(*given)
 
 
