@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from types import TracebackType
+from types import CoroutineType, TracebackType
 from typing import Any
 
 import msgspec
@@ -200,7 +200,7 @@ class Attempts:
                 if between is not None:
                     ending = await between
                 elif self._hooked:
-                    job = Claimed(run)
+                    job = Claimed.by(run)
                     before = self._tell_hooks(run, "before_job", self._hooks.before_job, job)
                     ending = await self._between_hooks(run, job, before)
                 else:
@@ -217,7 +217,7 @@ class Attempts:
         """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
         self._began(run)
         run.began = time.perf_counter()
-        job = Claimed(run)
+        job = Claimed.by(run)
         if (waiting := self._tell_hooks(run, "before_job", self._hooks.before_job, job)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
@@ -271,17 +271,19 @@ class Attempts:
         for place, hook in enumerate(hooks):
             try:
                 answer = hook(*given)
-                if answer is not None and inspect.isawaitable(answer):
-                    step = answer if inspect.iscoroutine(answer) else _waited_for(answer)
-                    try:
-                        pending = step.send(None)
-                    except StopIteration:
-                        pass
-                    else:
-                        rest = hooks[place + 1 :]
-                        return self._rest_of_hooks(
-                            run, kind, began, Waiting(step, pending, directly), rest, *given
-                        )
+                step: Coroutine[Any, Any, None]
+                if type(answer) is CoroutineType:
+                    step = answer
+                elif answer is not None and inspect.isawaitable(answer):
+                    step = _waited_for(answer)
+                else:
+                    continue
+                try:
+                    pending = step.send(None)
+                except StopIteration:
+                    continue
+                waiting, rest = Waiting(step, pending, directly), hooks[place + 1 :]
+                return self._rest_of_hooks(run, kind, began, waiting, rest, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
                 self._hook_failed(run, kind, error)
         self.hook_times[kind].add(time.perf_counter() - began)
