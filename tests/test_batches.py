@@ -24,7 +24,7 @@ WITNESS = """
 create table witness (xact xid8 default pg_current_xact_id());
 create function witness() returns trigger language plpgsql as $$ begin insert into public.witness default values; return null; end $$;
 create trigger witness after insert on effects for each row execute function witness();
-create trigger witness after insert on shiftwork.history for each row execute function witness();
+create trigger witness after insert on shiftwork.history for each row when (new.task = 'work') execute function witness();
 create trigger witness after insert on shiftwork.attempts for each row execute function witness();
 """
 
