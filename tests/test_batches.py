@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -478,6 +479,248 @@ async def test_a_handler_that_was_hit_by_a_deadlock_is_called_again_on_the_spot(
         await shop.ended(*handles, state="completed")
         assert await effects(shop) == [2]
     assert calls == [2, 2]
+
+
+async def test_a_job_that_lost_its_worker_comes_alone(app: App) -> None:
+    """It may be the one that kills them: its neighbours would run out of resets with it."""
+    seen: list[list[int]] = []
+
+    @app.task
+    async def work(numbers: Batch[int]) -> None:
+        seen.append(numbers.arguments)
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(4)])
+    with psycopg.connect(app.settings.dsn or "", autocommit=True) as connection:
+        connection.execute("update shiftwork.jobs set resets = 1 where id = %s", (handles[2].id,))
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(*handles)
+    assert sorted(seen) == [[0, 1, 3], [2]]
+
+
+async def test_a_batch_does_not_wait_for_other_jobs_that_keep_coming(app: App) -> None:
+    order: list[str] = []
+
+    @app.task
+    async def together(numbers: Batch[int]) -> None:
+        order.append("together")
+
+    @app.task
+    async def apart(number: int) -> None:
+        time.sleep(0.002)  # the next ones are claimed before all of these have begun
+        order.append("apart")
+
+    jobs = [apart.job(number) for number in range(800)]
+    await app.aenqueue_many([*jobs[:100], together.job(1), *jobs[100:]])
+    async with Workshop(app, concurrency=100) as shop:
+        await shop.until(lambda: len(order) == 801)
+    assert order.index("together") < 600
+
+
+@pytest.mark.parametrize("how", ["within another", "at once", "twice", "left open"])
+async def test_blocks_that_cannot_be_undone_each_by_itself_are_refused(app: App, how: str) -> None:
+    """Savepoints lie one within the other: what another job did meanwhile would go with a failure, or stay in spite of it."""
+    left: list[asyncio.Task[None]] = []
+    latch = Latch()
+
+    @app.task(transaction=True, retry=Retry(max_attempts=1))
+    async def work(numbers: Batch[int], tx: AsyncTx) -> None:
+        async def keep(job: Any) -> None:
+            async with job as number:
+                await write(tx, number)
+                if how == "left open":
+                    await latch.hold()
+                    await write(tx, number)
+
+        one, other = numbers
+        match how:
+            case "within another":
+                async with one:
+                    await keep(other)
+                    raise ValueError("which undoes both")
+            case "at once":
+                await asyncio.gather(keep(one), keep(other))
+            case "twice":
+                await keep(one)
+                await keep(one)
+            case _:
+                left.append(asyncio.create_task(keep(one)))
+                await latch.reached()
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(2)])
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(*handles, state="failed")
+        errors = [(await shop.job(handle)).error for handle in handles]
+        latch.release()
+        await asyncio.gather(*left)
+        assert await effects(shop) == []
+    assert {error["type"] for error in errors if error} == {"shiftwork.errors.ConfigurationError"}
+
+
+async def test_a_job_that_failed_in_a_block_has_failed_whatever_comes_after(app: App) -> None:
+    @app.task(retry=Retry(max_attempts=1))
+    async def work(numbers: Batch[int]) -> None:
+        for job in numbers:
+            async with job:
+                next(iter([]))
+        for job in numbers:
+            async with job:
+                pass
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(2)])
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(*handles, state="failed")
+        errors = [(await shop.job(handle)).error for handle in handles]
+    assert {error["message"] for error in errors if error} == {"the block of a job raised StopIteration"}
+
+
+@pytest.mark.parametrize("transaction", [False, True])
+@pytest.mark.parametrize(
+    "error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, StopAsyncIteration, GeneratorExit]
+)
+async def test_whatever_a_handler_raises_no_job_waits_for_ever(
+    app: App, transaction: bool, error: type[BaseException]
+) -> None:
+    if transaction:
+
+        @app.task(name="work", transaction=True)
+        async def book(numbers: Batch[int], tx: AsyncTx) -> None:
+            await write(tx, 1)
+            if numbers[0].context.job.attempt == 1:
+                raise error
+
+    else:
+
+        @app.task(name="work", retry=AT_ONCE)
+        async def work(numbers: Batch[int]) -> None:
+            if numbers[0].context.job.attempt == 1:
+                raise error
+
+    handles = await app.aenqueue_many([app.find("work").job(number) for number in range(2)])
+    async with Workshop(app, concurrency=10) as shop:
+        # What is closed from outside is given back.
+        state = "completed" if error is GeneratorExit else "scheduled"
+        await shop.ended(*handles, state=state)
+        assert await effects(shop) == [1] * (transaction and error is GeneratorExit)
+
+
+async def test_the_time_of_a_batch_begins_once_it_has_a_session(app: App) -> None:
+    latch = Latch()
+    timeout = timedelta(milliseconds=20)
+
+    @app.task(transaction=True)
+    async def hold(tx: AsyncTx) -> None:
+        await latch.hold()
+
+    @app.task(transaction=True, timeout=timeout, retry=Retry(max_attempts=1))
+    async def work(numbers: Batch[int], tx: AsyncTx) -> None: ...
+
+    @app.task(timeout=timeout, retry=Retry(max_attempts=1))
+    async def clock() -> None:
+        await asyncio.Event().wait()
+
+    async with Workshop(app, concurrency=10, transactions=1) as shop:
+        holding = await hold.aenqueue()
+        await latch.reached()
+        waiting = await work.aenqueue(1)
+        await shop.event(JobBegan, job=waiting)
+        await shop.ended(await clock.aenqueue(), state="failed")  # as much time has passed
+        latch.release()
+        await shop.ended(holding, waiting, state="completed")
+
+
+async def test_middleware_that_waits_no_longer_ends_a_batch_for_which_nobody_else_waits(app: App) -> None:
+    latch = Latch()
+    ends: list[str] = []
+
+    @app.middleware
+    async def impatient(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(None) as limit:
+            calls = asyncio.ensure_future(latch.reached())
+            calls.add_done_callback(lambda _: limit.reschedule(0))
+            return await call()
+
+    @app.task(retry=Retry(max_attempts=1))
+    async def work(numbers: Batch[int]) -> None:
+        try:
+            await latch.hold()
+        finally:
+            ends.append("ended")
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(3)])
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(*handles, state="failed")
+        assert ends == ["ended"]
+
+
+async def test_middleware_that_waits_no_longer_while_a_batch_is_committed_changes_nothing(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = Transactions.close_together
+    latch = Latch()
+
+    async def slow(self: Transactions, *given: Any) -> Any:
+        written = await close(self, *given)
+        await latch.hold()
+        return written
+
+    monkeypatch.setattr(Transactions, "close_together", slow)
+
+    @app.middleware
+    async def impatient(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        calling = asyncio.ensure_future(call())
+        if context.job.payload["numbers"] == 1:
+            await latch.reached()
+            calling.cancel()
+            latch.release()
+        return await calling
+
+    @app.task(transaction=True)
+    async def work(numbers: Batch[int], tx: AsyncTx) -> None:
+        for number in numbers.arguments:
+            await write(tx, number)
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(3)])
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(*handles, state="completed")
+        assert await effects(shop) == [0, 1, 2]
+
+
+async def test_middleware_may_call_a_handler_twice_at_once(app: App) -> None:
+    @app.middleware
+    async def twice(context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        one, other = await asyncio.gather(call(), call())
+        return one + other
+
+    @app.task
+    async def work(numbers: Batch[int]) -> list[int]:
+        return numbers.arguments
+
+    handle = await work.aenqueue(2)
+    async with Workshop(app, concurrency=10) as shop:
+        await shop.ended(handle, state="completed")
+    assert await handle.aresult(timeout=1) == 4
+
+
+async def test_a_handler_that_will_not_end_does_not_keep_its_worker_from_ending(app: App) -> None:
+    others = asyncio.all_tasks()
+    latch = Latch()
+
+    @app.task
+    async def work(numbers: Batch[int]) -> None:
+        while True:
+            try:
+                await latch.hold()
+            except asyncio.CancelledError:
+                continue
+
+    await work.aenqueue(1)
+    async with Workshop(app, concurrency=10, grace=timedelta()) as shop:
+        await latch.reached()
+        shop.worker.stop("enough")
+        assert not await shop.stopped()
+    for task in asyncio.all_tasks() - others:
+        await asyncio.wait([task], timeout=1)
+        assert task.done()
 
 
 @pytest.mark.parametrize("attempts", [False, True], ids=["fenced by its lease", "fenced by its attempt"])

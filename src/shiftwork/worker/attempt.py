@@ -105,7 +105,7 @@ class Attempts:
         written: Callable[[Run, Outcome], None],
         dropped: Callable[[Run], None],
         stop: Callable[[Run, Stop, str], None],
-        more: Callable[[], bool],
+        more: Callable[[], int],
         at: At | None = None,
     ) -> None:
         self._settings = settings
@@ -130,7 +130,7 @@ class Attempts:
         self._plain: set[Task | None] = set()
         """Tasks whose jobs need nothing but their arguments."""
 
-        self.batches = Batches(transactions, decided=decided, more=more, stop=stop)
+        self.batches = Batches(transactions, decided=decided, more=more, timed=self._timed, stop=stop)
         self._at = at
 
     def begin(self, run: Run) -> Coroutine[Any, Any, None] | None:
@@ -404,9 +404,13 @@ class Attempts:
         call = prepared(run)
         if task.batch:
             call = partial(self.batches.join, run, *call.args, *call.keywords.values())
-        if timeout is not None:
-            self._deadlines.add(run, timeout.total_seconds())
+        if not (task.batch and task.transaction):  # whose time begins once they have a session
+            self._timed(run)
         return call
+
+    def _timed(self, run: Run) -> None:
+        if (timeout := self._timeout(run.task)) is not None:
+            self._deadlines.add(run, timeout.total_seconds())
 
     async def _repeated(
         self,

@@ -5,8 +5,11 @@ keeps a slot, an attempt, a lease and an end of its own: all that is shared is t
 know nothing of batches.
 
 A handler works on one job in a block of that job's own. What fails in it is that job's failure, and if the batch is
-transactional, its effects are taken back to a savepoint. What fails outside is everybody's. One that has failed before
-comes alone: whatever it does, it does not do to others a second time.
+transactional, its effects are taken back to a savepoint. What fails outside is everybody's. One that has failed before, or
+lost its worker, comes alone: whatever it does, it does not do to others a second time.
+
+Savepoints lie one within the other. So in a transaction a job has one block, and no other begins meanwhile: else more would be
+undone than belongs to the job, or less.
 """
 
 from __future__ import annotations
@@ -17,10 +20,17 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from shiftwork.context import Context
-from shiftwork.errors import DatabaseUnavailable, FenceLost, Interrupted, ReturnTypeMismatch
+from shiftwork.errors import (
+    ConfigurationError,
+    DatabaseUnavailable,
+    FenceLost,
+    Interrupted,
+    ReturnTypeMismatch,
+)
 from shiftwork.outcome import Outcome, Raised, Returned
 from shiftwork.retry import Retry
 from shiftwork.worker.run import NotNow, Run, Stop, Task, current
+from shiftwork.worker.slots import end_all
 from shiftwork.worker.transactions import Ours, Transactions, Unsure
 
 T = TypeVar("T")
@@ -41,7 +51,7 @@ class Member(Generic[T]):
         """What failed in its block."""
 
         self._context: Context | None = None
-        self._tx: Ours | None = None
+        self._blocks: Blocks | None = None
         self._run: Run | None = None
         self._block: list[Any] = []
 
@@ -56,8 +66,7 @@ class Member(Generic[T]):
         return self._context
 
     async def __aenter__(self) -> T:
-        self.error = None
-        savepoint = None if self._tx is None else self._tx.transaction()
+        savepoint = None if self._blocks is None else self._blocks.begin(self)
         if savepoint is not None:
             await savepoint.__aenter__()
         self._block.append((savepoint, None if self._run is None else current.set(self._run)))
@@ -69,16 +78,54 @@ class Member(Generic[T]):
         savepoint, token = self._block.pop()
         if token is not None:
             current.reset(token)
-        if savepoint is not None and await savepoint.__aexit__(kind, error, trace):
-            return True  # it was taken back on purpose
+        if self._blocks is not None:
+            taken_back = await savepoint.__aexit__(kind, error, trace)
+            self._blocks.open = None
+            if taken_back:
+                return True  # on purpose
         if self._run is None or error is None:
             return False
         if isinstance(error, asyncio.CancelledError) and self._run.stop is not None and not _is_cancelled():
             error = Interrupted(self._run.stop.value, self._run.why)  # it alone was told to stop
         if not isinstance(error, Exception):
             return False
+        if isinstance(error, StopIteration):  # which cannot be handed on: it would end who is given it
+            error = RuntimeError("the block of a job raised StopIteration")
         self.error = error
         return True
+
+
+class Blocks:
+    """The blocks of one call in a transaction: one for each job, one after the other."""
+
+    def __init__(self, session: Ours) -> None:
+        self._session = session
+        self._begun: set[Member[Any]] = set()
+        self.open: Member[Any] | None = None
+        self._fault: ConfigurationError | None = None
+
+    def begin(self, member: Member[Any]) -> Any:  # noqa: ANN401
+        """A savepoint, to be entered."""
+        why = None
+        if self.open is not None:
+            why = "began before that of another had ended, which would undo what is done in it"
+        elif member in self._begun:
+            why = "is its second; if that failed, what was done in the first would stay"
+        if why is not None:
+            self._fault = ConfigurationError(
+                f"jobs that share a transaction have one block each, one after the other; this one {why}"
+            )
+            raise self._fault
+        self.open = member
+        self._begun.add(member)
+        return self._session.transaction()
+
+    def end(self) -> None:
+        """Refuse what went wrong, whoever has caught it."""
+        if self._fault is not None:
+            raise self._fault
+        if self.open is not None:
+            raise ConfigurationError("the handler returned while something was still in the block of a job")
 
 
 class Batch(tuple[Member[T], ...]):
@@ -111,12 +158,23 @@ class Gathering:
         self.members: dict[Run, Member[Any]] = {}
         self.ends: dict[Run, asyncio.Future[Any]] = {}
         self.begun = False
+        self.blocks: Blocks | None = None
         self.at_work: asyncio.Task[None]
 
     @property
     def is_full(self) -> bool:
         """Whether it takes nobody more."""
         return self.begun or len(self.members) >= self.most
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether somebody may still be at work in a block."""
+        return self.blocks is not None and self.blocks.open is not None
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether nobody wants to know any more what comes of it."""
+        return all(end.done() or run.stop is not None for run, end in self.ends.items())
 
     def let_go(self, error: BaseException) -> None:
         """Nothing came of it for those that still wait."""
@@ -133,22 +191,24 @@ class Batches:
         transactions: Transactions,
         *,
         decided: Callable[[Run, Returned | Raised], Outcome],
-        more: Callable[[], bool],
+        more: Callable[[], int],
+        timed: Callable[[Run], None],
         stop: Callable[[Run, Stop, str], None],
     ) -> None:
-        """`more` says whether jobs are about to begin."""
+        """`more` says how many jobs are about to begin; `timed` lets the time run that one has."""
         self._transactions = transactions
         self._decided = decided
         self._more = more
+        self._timed = timed
         self._stop = stop
         self._gathering: dict[str, Gathering] = {}
         self._at_work: set[asyncio.Task[None]] = set()
 
     async def join(self, run: Run, argument: object) -> Any:  # noqa: ANN401
         """Take part in the next batch: what comes of it for this job."""
-        alone = run.failures > 0
+        alone = run.failures > 0 or run.resets > 0
         gathering = None if alone else self._gathering.get(run.name)
-        if gathering is None or gathering.is_full:
+        if gathering is None or gathering.is_full or run in gathering.members:
             gathering = self._new(run.task, alone=alone)
         member = Member(argument)
         member._run, member._context = run, run.context  # noqa: SLF001
@@ -160,10 +220,9 @@ class Batches:
             await self._leave(gathering, run)
             raise
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nobody waits for what is still at work."""
-        for work in self._at_work:
-            work.cancel()
+        await end_all(self._at_work)
 
     def _new(self, task: Task, *, alone: bool) -> Gathering:
         assert task.batch is not None  # noqa: S101
@@ -180,24 +239,32 @@ class Batches:
         if not gathering.begun:
             del gathering.members[run], gathering.ends[run]
             return
+        if run.concluding:  # too late
+            await asyncio.wait([gathering.at_work])
+            return
         if run.stop is Stop.TIMEOUT:
             for other in gathering.members:
                 self._stop(other, Stop.TIMEOUT, run.why)
-        if gathering.task.transaction or all(other.stop is not None for other in gathering.members):
+        if gathering.task.transaction or gathering.is_deserted:
             gathering.at_work.cancel()
             await asyncio.wait([gathering.at_work])
 
     async def _work(self, gathering: Gathering) -> None:
         try:
-            while self._more() and not gathering.is_full:  # noqa: ASYNC110  -- a few turns of the loop at most
+            turns = self._more()  # in each of them one begins at least; who comes later is not waited for
+            while turns and self._more() and not gathering.is_full:
                 await asyncio.sleep(0)
+                turns -= 1
             if gathering.task.transaction:
                 await self._transacted(gathering)
             else:
                 await self._called(gathering)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            gathering.begun = True  # nobody is to join it any more
             stopped = isinstance(error, asyncio.CancelledError) and _is_cancelled()
-            gathering.let_go(NotNow("another job of its batch was stopped") if stopped else error)
+            if stopped or isinstance(error, GeneratorExit):  # which would end whoever is told of it
+                error = NotNow("its batch was stopped")
+            gathering.let_go(error)
 
     def _begin(self, gathering: Gathering) -> Batch[Any]:
         gathering.begun = True
@@ -226,6 +293,8 @@ class Batches:
                 return
             if not in_time:
                 raise NotNow("no session was free for a while")
+            for run in gathering.members:
+                self._timed(run)
             session: Ours | None = None
             runs = sorted(gathering.members, key=lambda run: run.id)
             try:
@@ -241,22 +310,26 @@ class Batches:
                 raise NotNow("a job of its batch is not ours any more") from None
             finally:
                 if session is not None:
-                    self._transactions.put(session)
+                    self._transactions.put(session, in_use=gathering.is_inside)
 
     async def _endings(
         self, gathering: Gathering, batch: Batch[Any], session: Ours
     ) -> dict[Run, Returned | Raised]:
         """How it ended for each; an error of all of them has undone everything."""
         task, retry = gathering.task, gathering.task.retry or Retry()
-        for member in batch:
-            member._tx = member.context.tx = session  # noqa: SLF001
         repeated = 0
         while True:
+            gathering.blocks = Blocks(session)
+            for member in batch:
+                member._blocks, member.context.tx, member.error = gathering.blocks, session, None  # noqa: SLF001
             try:
                 results = await _call(task, batch, session)
+                gathering.blocks.end()
                 for result in results:
                     task.signature.encode_result(result)
-            except Exception as error:  # noqa: BLE001  -- every ending is a value
+            except Exception as error:
+                if gathering.is_inside:
+                    raise  # it would write on after it is undone
                 await self._transactions.undo(next(iter(gathering.members)), session)
                 if not retry.repeats(error, repeated):
                     return dict.fromkeys(gathering.members, Raised(error))
@@ -285,11 +358,12 @@ class Batches:
             if isinstance(error, Unsure):
                 raise NotNow(str(error)) from None
             for run in endings:
-                run.unsure = None
+                run.concluding, run.unsure = False, None
             raise
         for run, outcome in zip(endings, written, strict=True):
             run.done = outcome
-            gathering.ends[run].set_result(None)
+            if not (end := gathering.ends[run]).done():  # middleware may not wait any more
+                end.set_result(None)
 
 
 async def _call(task: Task, batch: Batch[Any], session: Ours | None = None) -> Sequence[Any]:

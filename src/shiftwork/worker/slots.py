@@ -14,7 +14,7 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator
 from contextvars import Context, copy_context
 from typing import Any, Self
 
@@ -108,14 +108,19 @@ class Slots:
 
     async def __aexit__(self, *exception: object) -> None:
         self.closing = True
-        for slot in self._slots:
-            slot.cancel()
-        if self._slots:
-            _, stubborn = await asyncio.wait(self._slots, timeout=1)
-            for slot in stubborn:  # they would keep the event loop from being closed
-                with contextlib.suppress(Exception):
-                    slot.get_coro().close()
-                slot.cancel()
+        await end_all(self._slots)
+
+
+async def end_all(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel what still runs; what does not heed that would keep the event loop from being closed."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, stubborn = await asyncio.wait(tasks, timeout=1)
+        for task in stubborn:
+            with contextlib.suppress(Exception):
+                task.get_coro().close()
+            task.cancel()
 
 
 async def _forget_cancelling(slot: asyncio.Task[None]) -> None:

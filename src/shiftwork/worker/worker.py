@@ -238,7 +238,7 @@ class Worker:
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
             stop=self.tell,
-            more=lambda: bool(self._slots.ready),
+            more=lambda: len(self._slots.ready),
             at=self._at,
         )
         self._slots = Slots(self.settings.concurrency, self._attempts.begin, self._freed)
@@ -945,7 +945,7 @@ class Worker:
                 return
 
     async def _end(self) -> bool:
-        self._attempts.batches.close()
+        await self._attempts.batches.close()
         await self._processes.close()
         await self._leases.close()
         if self._endpoint is not None:
