@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from datetime import timedelta
 from types import TracebackType
@@ -151,6 +152,34 @@ def test_what_is_rare_among_the_work_of_others_is_looked_for_less_often(app: App
     other.looked(2, 2, 1000.0, more=True)
     other.rests_until = 0.0
     assert set(lanes.in_turn()) == {one, other}, "it found what it wanted"
+    other.looked(0, 2, 1000.0, more=True)
+    assert other.rests_until < time.monotonic() + 2, (
+        "one slow answer of the database is no reason to forget them"
+    )
+
+
+async def test_a_worker_whose_queues_are_full_lets_its_jobs_go_on_while_a_lane_rests(app: App) -> None:
+    latch = Latch()
+
+    @app.task
+    async def common() -> None:
+        await latch.hold()
+
+    @app.task(concurrency=2)
+    async def rare() -> None: ...
+
+    async with Workshop(app, concurrency=10, queue_concurrency="default=1") as shop:
+        jobs = [await common.aenqueue(), await common.aenqueue()]
+        await latch.reached()
+        for lane in shop.worker._lanes.all:
+            lane.more = lane.found = True
+            if "rare" in (lane.tasks or ()):
+                lane.rests_until = time.monotonic() + 3600
+        shop.worker._wake()
+        for _ in range(10):  # it looks, and finds no room
+            await asyncio.sleep(0)
+        latch.release()
+        await shop.ended(*jobs)
 
 
 def test_queues_of_which_enough_was_claimed_lately_stand_back_behind_the_others() -> None:

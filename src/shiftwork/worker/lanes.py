@@ -26,6 +26,9 @@ SOON = 0.04
 PATIENCE = 9.0
 """How many times as long as it took to find few, or none, until they are looked for again: others have work meanwhile."""
 
+LONGEST = 1.0
+"""Seconds until then at most: what took long may have waited for the database, and says nothing of how rare they are."""
+
 AHEAD = 4
 """How many times as many as may run are had beforehand, at most."""
 
@@ -93,7 +96,7 @@ class Lane:
         """So many were found of those wanted, in so long. If few, they are rare among what other lanes look for."""
         self.more, self.found, self.passing = more, taken > 0, more and not taken
         if more and taken < wanted:
-            self.rests_until = time.monotonic() + PATIENCE * seconds
+            self.rests_until = time.monotonic() + min(PATIENCE * seconds, LONGEST)
 
     @property
     def left(self) -> int:

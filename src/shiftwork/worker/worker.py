@@ -392,7 +392,7 @@ class Worker:
         self._hungry, self._quiet = False, not self.holding
         self._due, self._passing, self._skipped, full = None, False, False, False
         lanes = self._lanes.in_turn()
-        idle = len(lanes) >= len(self._lanes.all)
+        idle, looked = len(lanes) >= len(self._lanes.all), False
         for lane in lanes:
             if self._room() <= 0 or self._stopping is not None:
                 self._hungry = True
@@ -403,6 +403,7 @@ class Worker:
                 self._hungry = True  # a slot that is freed may be for what is left out now
                 if left <= 0 or not wish:
                     continue
+            looked = True
             if lane.more:
                 await self._gather(lane)
             claimed = await self._claim(lane, wish)
@@ -426,6 +427,8 @@ class Worker:
                     return not again
                 continue  # lane by lane, then
             idle = idle and not claimed.more and not again
+        if not (idle or looked):
+            await self._wake.wait(NAP)  # until those that rest have their turn, everybody else has his
         return idle
 
     async def _gather(self, lane: Lane) -> None:
