@@ -42,6 +42,7 @@ declare
   usual record;
   finished bigint[];
   endings shiftwork.job_state[];
+  places tid[];
   again bigint[];
   gone bigint;
   carried jsonb;
@@ -73,7 +74,7 @@ begin
                when told.counts and present + told.wait >= job.expires_at then 'failed' end::shiftwork.job_state as ending
         from (select distinct on (id, attempt) * from shiftwork.told(request)) as told
         cross join lateral (
-          select * from shiftwork.jobs as held
+          select held.*, held.ctid as place from shiftwork.jobs as held
            where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
              for update skip locked) as job
     ), kept as (
@@ -96,7 +97,8 @@ begin
         from mine as job where job.ending is not null
       returning history.id, history.state
     )
-    select array_agg(kept.id), array_agg(kept.state) into finished, endings from kept;
+    select array_agg(kept.id), array_agg(kept.state), (select array_agg(mine.place) from mine where mine.ending is not null)
+      into finished, endings, places from kept;
 
     if endings && '{failed,cancelled}' then
       insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
@@ -113,7 +115,7 @@ begin
              cross join lateral jsonb_array_elements(nullif(one.value -> 'jobs', 'null')) with ordinality as follower
        where job.id = any(finished) and one.value ->> 'state' = 'completed';
     end if;
-    delete from shiftwork.jobs as job where job.id = any(finished);
+    delete from shiftwork.jobs as job where job.ctid = any(places);        -- nobody moves a row that we have locked
     get diagnostics gone = row_count;
     if gone < cardinality(finished) then
       raise exception 'a trigger keeps % finished jobs in jobs', cardinality(finished) - gone;
