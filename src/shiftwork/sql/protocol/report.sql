@@ -57,7 +57,7 @@ begin
   if jsonb_array_length(latest) > 0 then
     insert into shiftwork.progress as former (job, attempt, fraction, message, at)
     select distinct on (held.job) held.job, held.attempt,
-           case when said.value ->> 2 is not null then least(greatest((said.value ->> 2)::real, 0), 1) end,
+           case when said.value ->> 2 is not null then least(greatest(round((said.value ->> 2)::numeric, 6), 0), 1) end,      -- what is next to nothing would not fit
            left(said.value ->> 3, 10000), present
       from jsonb_array_elements(latest) with ordinality as said
       join unnest(ids, attempts) as held (job, attempt)
