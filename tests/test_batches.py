@@ -390,6 +390,27 @@ async def test_an_answer_lost_at_the_commit_of_a_batch_is_asked_for(
     assert lost
 
 
+async def test_a_job_that_somebody_has_locked_keeps_no_others_waiting(app: App) -> None:
+    @app.task(transaction=True, retry=Retry(max_attempts=1))
+    async def work(numbers: Batch[int], tx: AsyncTx) -> None:
+        [row] = await (await tx.execute("show lock_timeout")).fetchall()
+        for job in numbers:
+            async with job as number:
+                assert row == ("0",)
+                await write(tx, number)
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(4)])
+    async with Workshop(app, concurrency=10) as shop:
+        gate = shop.gate("began")
+        await gate.reached()
+        async with await psycopg.AsyncConnection.connect(app.settings.dsn or "") as somebody:
+            await somebody.execute("select from shiftwork.jobs where id = %s for update", (handles[0].id,))
+            gate.open()
+            await shop.ended(*handles[1:], state="completed")
+        await shop.ended(handles[0], state="completed")
+        assert await effects(shop) == [0, 1, 2, 3]
+
+
 async def test_a_result_that_cannot_be_kept_undoes_a_transactional_batch(app: App) -> None:
     @app.task(transaction=True, retry=Retry(max_attempts=1))
     async def work(numbers: Batch[int], tx: AsyncTx) -> list[int]:

@@ -22,6 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 from shiftwork.context import Context
 from shiftwork.errors import (
     ConfigurationError,
+    DatabaseError,
     DatabaseUnavailable,
     FenceLost,
     Interrupted,
@@ -29,6 +30,7 @@ from shiftwork.errors import (
 )
 from shiftwork.outcome import Outcome, Raised, Returned
 from shiftwork.retry import Retry
+from shiftwork.worker.line import will_pass
 from shiftwork.worker.run import NotNow, Run, Stop, Task, current
 from shiftwork.worker.slots import end_all
 from shiftwork.worker.transactions import Ours, Transactions, Unsure
@@ -301,11 +303,12 @@ class Batches:
                 session = await self._transactions.open_together(runs)
                 endings = await self._endings(gathering, batch, session)
                 await self._conclude(gathering, session, endings)
-            except DatabaseUnavailable as error:
-                if session is not None:
+            except DatabaseError as error:
+                if session is not None or not will_pass(error):
                     raise
-                await asyncio.sleep(self._transactions.pause())
-                raise NotNow(str(error)) from None
+                if isinstance(error, DatabaseUnavailable):
+                    await asyncio.sleep(self._transactions.pause())
+                raise NotNow(str(error)) from None  # its code has not begun
             except FenceLost:
                 raise NotNow("a job of its batch is not ours any more") from None
             finally:

@@ -48,6 +48,9 @@ NO_SESSION = (1.0, 5.0)
 """Seconds before a job is given back for which no session could be had, at first and at most."""
 
 HANDLER = "savepoint shiftwork_handler"
+LOCKED = 500
+"""Milliseconds for which a batch waits for a row that somebody has locked; its jobs are given back then."""
+
 LONGEST = 5.0
 """Seconds that a job waits for a session that others have: it was claimed because they ended fast."""
 
@@ -147,11 +150,19 @@ class Transactions:
                 return connection
 
     async def open_together(self, runs: Sequence[Run]) -> Ours:
-        """A session in whose transaction the rows of several jobs are locked under their fences, in the order given."""
+        """A session in whose transaction the rows of several jobs are locked under their fences, in the order given.
+
+        Who has locked one of them is not waited for: the others need not wait with it.
+        """
         fences = [self._store.fence(run.id, run.attempt) for run in runs[1:]]
         opening = self._opening(runs[0])
         if fences:  # a savepoint before them would let their rows go when it is returned to
-            text = "; ".join((opening.text, *(fence.text for fence in fences), HANDLER))
+            begin, _, first = opening.text.partition(";")
+            locked = (
+                f"{begin}; set local lock_timeout = {LOCKED}; {first}",
+                *(fence.text for fence in fences),
+            )
+            text = "; ".join((*locked, "set local lock_timeout to default", HANDLER))
             opening = Statement(
                 text, (*opening.params, *(value for fence in fences for value in fence.params))
             )
