@@ -25,6 +25,7 @@ import shiftwork
 from shiftwork import App, Retry, TableStore
 from shiftwork.errors import ConfigurationError, Snooze
 from shiftwork.gateway import Gateway
+from shiftwork.gateway.tokens import OfWorker
 from shiftwork.job import Job
 from tests.harness import Protocol
 from tests.remote import SECRET, Remote, RemoteWorker, Row
@@ -732,6 +733,18 @@ def test_without_a_secret_that_keeps_others_out_there_is_no_gateway(
     assert not token or token not in str(refused.value)
     monkeypatch.setenv("SHIFTWORK_GATEWAY_TOKEN", SECRET)
     Gateway(app)
+
+
+def test_a_token_of_a_schema_opens_nothing_in_a_table_of_the_same_name() -> None:
+    app = App("postgresql://nowhere", schema="jobs")
+
+    @app.task
+    def work() -> None: ...
+
+    schema, table = Gateway(app, token=SECRET), Gateway(TableStore("jobs"), token=SECRET)
+    token = schema._seal.sign(OfWorker(1, 30.0, (), ()))
+    assert schema._seal.read(token, OfWorker) is not None
+    assert table._seal.read(token, OfWorker) is None
 
 
 def test_an_app_without_anything_to_be_done_elsewhere_is_refused() -> None:

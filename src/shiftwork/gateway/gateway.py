@@ -129,7 +129,8 @@ class Gateway:
                 "there is nothing that could be done without the database: no task, or all transactional"
             )
         self._transform = transform
-        self._seal = Seal(check_secret(token), self._store.channels[0])
+        kind = "table" if self._is_table else "schema"  # which may have the same name
+        self._seal = Seal(check_secret(token), f"{kind} {self._store.channels[0]}")
         self._most = settings.max_payload + ROOM
         self._tell: list[Subscriber] = [Telling(log), *program.subscribers]
         self._met = self._away = False
