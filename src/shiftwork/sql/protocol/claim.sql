@@ -32,10 +32,13 @@ declare
   -- Limits and pauses wait until no claim is under way. Claims do not wait for them: who makes one may take his time to commit.
   turn constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));
   present constant timestamptz := shiftwork.clock();
+  present_place constant bigint := extract(epoch from present) * 1000000;
   last_priority constant bigint := coalesce((request ->> 'max_priority')::bigint, 2147483647);
   asked record;
   closed text[];
-  due record;
+  promoted int := 0;
+  reached bigint := present_place;
+  earliest timestamptz;
   range record;
   served bigint;
   wanted int;
@@ -110,7 +113,7 @@ begin
   if paused or not turn then
     report.payload := jsonb_strip_nulls(jsonb_build_object(
       'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
-      'paused', nullif(paused, false), 'barred', nullif(not turn, false), 'ended', ended, 'at', (extract(epoch from present) * 1000000)::bigint, 'next_due_in',
+      'paused', nullif(paused, false), 'barred', nullif(not turn, false), 'ended', ended, 'at', present_place, 'next_due_in',
       case when turn then (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause
                             where pause.until > present) else 0 end));
     return next report;
@@ -119,9 +122,7 @@ begin
   wanted := asked.want;
   starting := coalesce(asked.start, wanted);
   if asked.is_due then
-    select * into due from shiftwork.promote(1000, asked.due);
-  else
-    select 0 as promoted, (extract(epoch from present) * 1000000)::bigint as reached, null::timestamptz as earliest into due;
+    select due.promoted, due.reached, due.earliest into promoted, reached, earliest from shiftwork.promote(1000, asked.due) as due;
   end if;
 
   -- Queue by queue: each range begins behind a place and ends before the next known priority.
@@ -135,7 +136,7 @@ begin
                select -2147483649 as priority, timestamptz '-infinity' as run_at, 0::bigint as id
                union all
                select one.key::bigint, least(shiftwork.place_time((one.value ->> 0)::bigint),
-                                             due.earliest - interval '1 microsecond'), (one.value ->> 1)::bigint
+                                             earliest - interval '1 microsecond'), (one.value ->> 1)::bigint
                  from jsonb_each(wish.places) as one) as place
        where not exists (select from shiftwork.pauses as pause where pause.kind = 'queue' and pause.name = wish.queue
                             and (pause.until is null or pause.until > present))) as ahead
@@ -291,15 +292,15 @@ begin
   more := more or wanted <= 0 and bound is not true;
 
   report.payload := jsonb_build_object('alive', true, 'claim', asked.number, 'taken', taken, 'more', more, 'places', places,
-                                       'mixed', mixed_queues, 'due', due.reached, 'promoted', due.promoted,
-                                       'at', (extract(epoch from present) * 1000000)::bigint);
-  if due.promoted > 0 then
-    report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from due.earliest) * 1000000)::bigint);
+                                       'mixed', mixed_queues, 'due', reached, 'promoted', promoted,
+                                       'at', present_place);
+  if promoted > 0 then
+    report.payload := report.payload || jsonb_build_object('earliest', (extract(epoch from earliest) * 1000000)::bigint);
   end if;
   if not more then
     report.payload := report.payload || jsonb_build_object('next_due_in', extract(epoch from least(
       (select job.run_at from shiftwork.jobs as job
-        where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(due.reached) order by job.run_at limit 1),
+        where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(reached) order by job.run_at limit 1),
       (select min(pause.until) from shiftwork.pauses as pause where pause.until > present)) - present));
   end if;
   if special then
