@@ -519,6 +519,20 @@ async def test_a_slot_that_is_freed_alone_is_filled_while_the_others_run_on(app:
         latch.release()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_prefetched_jobs_begin_as_slots_are_freed_though_there_is_room_to_fetch_more(
+    app: App, waits: bool
+) -> None:
+    @app.task
+    async def work(number: int) -> None:
+        if waits:
+            await asyncio.sleep(0.001)
+
+    jobs = await app.aenqueue_many([work.job(number) for number in range(40)])
+    async with app, Workshop(app, concurrency=8, prefetch=50, stop_when_idle=True) as shop:
+        await shop.ended(*jobs)
+
+
 async def test_prefetched_jobs_begin_in_their_order_and_are_given_back_at_the_end(app: App) -> None:
     # spec: D-22, D-25, HO-8, QU-14
     latch = Latch()

@@ -598,7 +598,7 @@ class Worker:
             self._hungry = True  # now a slot that is freed has to wake us
             crowded = self._settling.waiting >= UNWRITTEN
             await self._wake.wait(NAP if crowded else None if ends is None else ends - time.monotonic())
-        elif not idle:
+        elif not idle or (self._backlog and self._slots.free > 0):
             return
         elif self._pace.is_brisk:
             await asyncio.sleep(NAP)
@@ -749,7 +749,7 @@ class Worker:
 
     def _freed(self, run: Run) -> None:
         self._lanes.leave(run)
-        if self._hungry:
+        if self._hungry or self._backlog:
             self._wake()
 
     def _began(self, run: Run) -> None:
