@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
 POOLED := $(addprefix tests/test_,worker*.py cli_worker.py processes.py supervisor.py systemd.py singleton.py hooks.py duties.py metrics.py \
-	resilience.py table.py pooler.py)
+	resilience.py table.py batches.py pooler.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench chaos caps test-pooler test-matrix spec format clean

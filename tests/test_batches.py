@@ -341,6 +341,36 @@ async def test_a_worker_that_stops_gives_back_all_of_a_batch(app: App, transacti
     assert handles
 
 
+async def test_a_batch_that_ends_since_one_of_its_jobs_was_stopped_is_not_hit_again_for_another(
+    app: App,
+) -> None:
+    working, ending = Latch(), Latch()
+    ends: list[str] = []
+
+    @app.task(transaction=True)
+    async def work(numbers: Batch[int], tx: AsyncTx) -> None:
+        if len(numbers) == 1:
+            return
+        try:
+            await working.hold()
+        finally:
+            await ending.hold()
+            ends.append("cleaned up")
+
+    handles = await app.aenqueue_many([work.job(number) for number in range(3)])
+    async with Workshop(app, concurrency=10) as shop:
+        await working.reached()
+        one, other, _ = (shop.worker.holding[handle.id] for handle in handles)
+        shop.worker.tell(one, Stop.CANCELLED, "")
+        await ending.reached()
+        shop.worker.tell(other, Stop.CANCELLED, "")
+        await asyncio.sleep(0)
+        ending.release()
+        await shop.ended(*handles[:2], state="cancelled")
+        await shop.ended(handles[2], state="completed")
+    assert ends == ["cleaned up"]
+
+
 async def test_a_batch_that_was_told_of_a_loss_commits_nothing(app: App) -> None:
     """One of its jobs was taken away while the session was being opened: the fence refuses all, and the rest runs again."""
     seen: list[list[int]] = []

@@ -68,9 +68,14 @@ class Member(Generic[T]):
         return self._context
 
     async def __aenter__(self) -> T:
-        savepoint = None if self._blocks is None else self._blocks.begin(self)
-        if savepoint is not None:
-            await savepoint.__aenter__()
+        savepoint = None
+        if self._blocks is not None:
+            savepoint = self._blocks.begin(self)
+            try:
+                await savepoint.__aenter__()
+            except BaseException:
+                self._blocks.open = None
+                raise
         self._block.append((savepoint, None if self._run is None else current.set(self._run)))
         return self.argument
 
@@ -81,10 +86,11 @@ class Member(Generic[T]):
         if token is not None:
             current.reset(token)
         if self._blocks is not None:
-            taken_back = await savepoint.__aexit__(kind, error, trace)
-            self._blocks.open = None
-            if taken_back:
-                return True  # on purpose
+            try:
+                if await savepoint.__aexit__(kind, error, trace):
+                    return True  # it was taken back on purpose
+            finally:
+                self._blocks.open = None
         if self._run is None or error is None:
             return False
         if isinstance(error, asyncio.CancelledError) and self._run.stop is not None and not _is_cancelled():
@@ -248,7 +254,8 @@ class Batches:
             for other in gathering.members:
                 self._stop(other, Stop.TIMEOUT, run.why)
         if gathering.task.transaction or gathering.is_deserted:
-            gathering.at_work.cancel()
+            if not gathering.at_work.cancelling():  # once: what it does at its end is not to be hit as well
+                gathering.at_work.cancel()
             await asyncio.wait([gathering.at_work])
 
     async def _work(self, gathering: Gathering) -> None:
