@@ -252,6 +252,20 @@ def test_a_trigger_that_refuses_one_outcome_stops_no_other(protocol: Protocol) -
     assert protocol.complete(worker, jobs) == {first: "already", bad: "settled", last: "already"}
 
 
+def test_a_trigger_that_silently_keeps_one_job_out_of_history_loses_none(protocol: Protocol) -> None:
+    jobs = [protocol.enqueue("work") for _ in range(3)]
+    worker = protocol.register()
+    claimed = protocol.claim(worker, want=3, start=3).jobs
+    protocol.connection.execute(
+        f"""create function public.keep_out() returns trigger language plpgsql as $$ begin return null; end $$;
+            create trigger keep_out before insert on shiftwork.history for each row when (new.id = {jobs[1]})
+            execute function public.keep_out()""".encode()
+    )
+    answers = protocol.complete(worker, claimed)
+    assert answers == {jobs[0]: "settled", jobs[1]: "refused", jobs[2]: "settled"}
+    assert protocol.state(jobs[1]) == "running"
+
+
 def test_a_trigger_that_refuses_one_lost_job_stops_no_other(protocol: Protocol) -> None:
     # spec: D-2, QU-8
     # fault: F29

@@ -119,6 +119,8 @@ begin
     get diagnostics gone = row_count;
     if gone < cardinality(finished) then
       raise exception 'a trigger keeps % finished jobs in jobs', cardinality(finished) - gone;
+    elsif gone > coalesce(cardinality(finished), 0) then
+      raise exception 'a trigger keeps % finished jobs out of history', gone - coalesce(cardinality(finished), 0);
     end if;
     if asked then
       delete from shiftwork.signals as signal where signal.job = any(finished);
