@@ -168,7 +168,7 @@ async def test_a_worker_whose_queues_are_full_lets_its_jobs_go_on_while_a_lane_r
     @app.task(concurrency=2)
     async def rare() -> None: ...
 
-    async with Workshop(app, concurrency=10, queue_concurrency="default=1") as shop:
+    async with app, Workshop(app, concurrency=10, queue_concurrency="default=1") as shop:
         jobs = [await common.aenqueue(), await common.aenqueue()]
         await latch.reached()
         for lane in shop.worker._lanes.all:
