@@ -57,7 +57,7 @@ def test_sourcegraph() -> None:
     task, settings = presets.sourcegraph.task, Settings.read({}, **presets.sourcegraph.settings)
     assert (settings.concurrency, settings.poll, settings.notify) == (1, SECOND, False)
     assert (settings.lease, settings.grace) == (5 * SECOND, 10 * SECOND)
-    assert SECOND < settings.heartbeat < settings.lease / 2
+    assert settings.renew_every == SECOND
     assert (task["timeout"], task["on_lost"], task["max_resets"]) == (None, "requeue", 5)
     assert attempts(task["retry"], ValueError()) == 1
     retrying = Retry(max_attempts=3, delay=MINUTE, factor=1, jitter=0)
@@ -86,7 +86,7 @@ def test_queuert() -> None:
     task, settings = presets.queuert.task, Settings.read({}, **presets.queuert.settings)
     assert (settings.concurrency, settings.poll) == (1, MINUTE)
     assert (settings.lease, settings.grace) == (MINUTE, DAY)
-    assert settings.heartbeat <= 30 * SECOND
+    assert settings.renew_every <= 30 * SECOND
     assert (task["timeout"], task["on_lost"], task["max_resets"]) == (None, "requeue", UNLIMITED)
     assert attempts(task["retry"], ValueError()) is None
     assert waits(task["retry"], 7) == [10, 20, 40, 80, 160, 300, 300]

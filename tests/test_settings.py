@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import settings as trying
 from hypothesis import strategies as st
 
+from shiftwork import TableStore
 from shiftwork.errors import ConfigurationError
 from shiftwork.settings import (
     HIDDEN,
@@ -184,6 +185,7 @@ SAID = {
     "process_environment": ("AWS_*,SENTRY_DSN", ("AWS_*", "SENTRY_DSN")),
     "process_core_dumps": ("yes", True),
     "lease": ("2s", timedelta(seconds=2)),
+    "heartbeat": ("500ms", timedelta(milliseconds=500)),
     "poll": ("100ms", timedelta(milliseconds=100)),
     "reconnect": ("1s", timedelta(seconds=1)),
     "reconnect_most": ("5s", timedelta(seconds=5)),
@@ -335,6 +337,7 @@ def test_a_file_that_says_nothing_to_us_is_not_judged(tmp_path: Path) -> None:
         ("concurrency", "1.5", "a whole number from 1 to 10,000"),
         ("prefetch", "-1", "a whole number from 0 to 10,000"),
         ("transactions", "0", "a whole number from 1 to 1,000, or none"),
+        ("heartbeat", "9ms", "a duration from 10ms to 20m, or none"),
         ("lease", "499ms", "a duration from 500ms to 1h"),
         ("lease", "61m", "a duration from 500ms to 1h"),
         ("lease", "soon", "a duration from 500ms to 1h"),
@@ -418,7 +421,20 @@ def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_was_meant() 
 @given(st.timedeltas(min_value=timedelta(milliseconds=500), max_value=timedelta(hours=1)))
 def test_a_lease_is_renewed_at_least_twice_before_it_ends(lease: timedelta) -> None:
     # spec: SG-41, D-13, HO-18
-    assert 2 * Settings(lease=lease).heartbeat < lease
+    assert 2 * Settings(lease=lease).renew_every < lease
+
+
+def test_a_lease_is_renewed_as_often_as_one_likes_but_not_too_rarely() -> None:
+    # spec: SG-41
+    settings = Settings(lease=timedelta(seconds=5), heartbeat=timedelta(seconds=1))
+    assert settings.renew_every == timedelta(seconds=1)
+    with pytest.raises(
+        ConfigurationError, match="heartbeat is 2s, and the lease 5s; it must be at most a third"
+    ):
+        settings.changed(heartbeat="2s")
+    store = TableStore("jobs", lease=timedelta(seconds=5), heartbeat=timedelta(seconds=1))
+    assert store.chosen({}).renew_every == timedelta(seconds=1), "on the store"
+    assert store.chosen({"heartbeat": "500ms"}).renew_every == timedelta(milliseconds=500), "for a worker"
 
 
 def test_a_worker_polls_more_often_while_it_does_not_know_that_it_would_be_woken() -> None:

@@ -27,7 +27,8 @@ store = shiftwork.TableStore(
     record=ExampleJob,
     order_by="repository_id, id",
     retry=shiftwork.Retry(max_attempts=3, delay=timedelta(milliseconds=500), factor=1),
-    lease=timedelta(seconds=5),  # renewed every third of it; a row that was not is stalled
+    lease=timedelta(seconds=5),  # a row whose heartbeat is older is stalled
+    heartbeat=timedelta(seconds=1),
     max_resets=5,
     died="the worker that ran this job died too many times",
 )

@@ -60,6 +60,7 @@ sourcegraph = _preset(
         "poll": _SECOND,
         "notify": False,
         "lease": 5 * _SECOND,
+        "heartbeat": _SECOND,
         "grace": 10 * _SECOND,
     },
     keep={},

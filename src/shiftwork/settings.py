@@ -364,6 +364,11 @@ class Settings:
         length(500 * _MOMENT, _HOUR),
         "how long its jobs stay its own after it has fallen silent; it renews every third of that",
     )
+    heartbeat: timedelta | None = _set(
+        None,
+        maybe(length(10 * _MOMENT, _HOUR / 3)),
+        "how often it renews the lease and hears of what was lost or is to be cancelled, where a third of the lease is too rare",
+    )
     poll: timedelta = _set(
         30 * _SECOND, length(100 * _MOMENT, 600 * _SECOND), "how often it looks for jobs without being woken"
     )
@@ -431,6 +436,11 @@ class Settings:
     def __post_init__(self) -> None:
         for name, known in KNOWN.items():
             object.__setattr__(self, name, known.read(getattr(self, name), "given"))
+        if self.heartbeat is not None and self.heartbeat > self.lease / 3:
+            raise ConfigurationError(
+                f"heartbeat is {format_duration(self.heartbeat)}, and the lease {format_duration(self.lease)}; it must be at most a "
+                "third of that, so that two may go wrong and nothing is lost"
+            )
 
     @classmethod
     def read(
@@ -475,9 +485,9 @@ class Settings:
         return f"{self.schema}_done"
 
     @property
-    def heartbeat(self) -> timedelta:
+    def renew_every(self) -> timedelta:
         """How often a lease is renewed: twice it may go wrong, and nothing is lost."""
-        return self.lease / 3
+        return self.heartbeat or self.lease / 3
 
     @property
     def poll_unproven(self) -> timedelta:

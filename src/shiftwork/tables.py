@@ -57,6 +57,7 @@ class TableStore(Program):
         where: str | None = None,
         retry: Retry | None = None,
         lease: timedelta | None = None,
+        heartbeat: timedelta | None = None,
         max_resets: int = 2,
         died: str = DIED,
         name: str | None = None,
@@ -66,7 +67,7 @@ class TableStore(Program):
         if settings is not None and dsn is not None:
             raise ConfigurationError("give either settings or single ones, not both")
         read = settings or Settings.read(dsn=dsn)
-        super().__init__(read if lease is None else read.changed(lease=lease))
+        super().__init__(read.changed(lease=lease, heartbeat=heartbeat))
         if not 0 <= max_resets <= UNLIMITED:
             raise ConfigurationError(f"max_resets is {max_resets!r}; it must be a whole number from 0")
         relation(table)

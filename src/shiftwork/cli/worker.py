@@ -57,6 +57,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "How it holds, waits and ends": {
         "lease": "TIME",
+        "heartbeat": "TIME",
         "poll": "TIME",
         "reconnect": "TIME",
         "reconnect_most": "TIME",

@@ -185,7 +185,7 @@ class Leases:
 
     async def _keep(self) -> None:
         self._loop, self._nudged = asyncio.get_running_loop(), asyncio.Event()
-        beat = self._settings.heartbeat.total_seconds()
+        beat = self._settings.renew_every.total_seconds()
         pause = beat
         while not self._closing:
             with contextlib.suppress(TimeoutError):

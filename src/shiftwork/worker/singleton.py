@@ -96,7 +96,7 @@ class Singleton:
             await asyncio.wait([self._watching])
 
     async def _watch(self, connection: AsyncConnection[Any]) -> None:
-        every = self._settings.heartbeat.total_seconds()
+        every = self._settings.renew_every.total_seconds()
         why = "its lock is not there any more"
         try:
             while True:

@@ -346,7 +346,7 @@ class Worker:
 
     @property
     def _patience(self) -> float:
-        return max(LAST, min(self.settings.grace, self.settings.heartbeat).total_seconds())
+        return max(LAST, min(self.settings.grace, self.settings.renew_every).total_seconds())
 
     def stop(self, why: str = "asked to stop", *, now: bool = False) -> None:
         """Claim no more; running jobs have the grace to end, or with `now` none."""
