@@ -30,7 +30,7 @@ has_a_session = pytest.mark.skipif(
     pooler.MODE == "poll",
     reason="behind a pooler a singleton without listen_dsn is refused, see test_pooler.py",
 )
-LOCKED = "select pid from pg_stat_activity where application_name like 'singleton %'"
+LOCKED = "select pid from pg_stat_activity where datname = current_database() and application_name like 'singleton %'"
 
 
 class Greeting:

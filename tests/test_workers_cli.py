@@ -190,7 +190,8 @@ def test_jobs_are_taken_back_by_a_process_that_runs_none(
     assert reaper.stdout is not None
     assert _read(reaper) == {"job": job, "answer": "ready"}
     protocol.rows(
-        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'shiftwork client'"
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where datname = current_database() and application_name = 'shiftwork client'"
     )
     other = protocol.enqueue("other", queue="other")
     unknown = protocol.register()
