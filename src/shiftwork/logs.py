@@ -22,7 +22,6 @@ from shiftwork.worker.supervised import process
 
 log = logging.getLogger("shiftwork.worker")
 
-LEVELS = {level: logging.getLevelName(level) for level in (logging.INFO, logging.WARNING, logging.ERROR)}
 WHOLE = 4096
 """Bytes that are written to a pipe in one piece, whoever else writes to it."""
 
@@ -259,17 +258,15 @@ def _signal(number: int) -> str:
 
 def _ended(event: events.JobEnded) -> tuple[int, str]:
     job = f"job {event.job} {event.task} (queue {event.queue}, attempt {event.attempt})"
-    state, error, seconds = event.state, event.error, event.seconds
+    state, error, took = event.state, event.error, _took(event.seconds)
     if state == "completed":
-        if seconds < 1:  # as most do
-            return logging.INFO, f"{job} completed in {seconds * 1000:.1f} ms"
-        return logging.INFO, f"{job} completed in {_took(seconds)}"
+        return logging.INFO, f"{job} completed in {took}"
     why = f": {error.get('code')}: {error.get('message')}" if error else ""
     if state == "scheduled":
         level = logging.WARNING if error else logging.INFO
         return level, f"{job} will run again in {event.delay or 0:.1f} s{why}"
     level = logging.ERROR if state == "failed" else logging.INFO
-    return level, f"{job} {state} after {_took(seconds)}{why}"
+    return level, f"{job} {state} after {took}{why}"
 
 
 def _took(seconds: float) -> str:
@@ -306,8 +303,7 @@ class TextFormatter(logging.Formatter):
         if self._moment != moment:  # many lines share one
             self._moment = moment
             self._stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{moment % 1000:03d}"
-        said = words if words.isprintable() else clean(words)
-        return f"{self._stamp} {LEVELS.get(level) or logging.getLevelName(level):<7} {self._which}{said}"
+        return f"{self._stamp} {logging.getLevelName(level):<7} {self._which}{clean(words)}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -362,20 +358,15 @@ class Stream(logging.StreamHandler[TextIO]):
 
     def tell(self, level: int, words: str, event: Event) -> None:
         """Write what an event says."""
-        self._lines.append(self._form.line(time.time(), level, words, event))
-        if len(self._lines) == 1:
-            self._flush_soon()
+        self._put(self._form.line(time.time(), level, words, event))
 
     def _put(self, line: str) -> None:
         self._lines.append(line)
         if len(self._lines) == 1:
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        try:
-            asyncio.get_running_loop().call_soon(self.flush)
-        except RuntimeError:
-            self.flush()
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:
+                self.flush()
 
     def flush(self) -> None:
         with self.lock or contextlib.nullcontext():

@@ -58,6 +58,7 @@ from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.stores.table import Table
 from shiftwork.task import Task
+from shiftwork.worker.lanes import served
 from shiftwork.worker.line import will_pass
 
 T = TypeVar("T", OfWorker, OfJob)
@@ -115,8 +116,7 @@ class Gateway:
         self._tasks: Mapping[str, Task[Any, Any]] = {
             name: task for name, task in program.tasks.items() if not task.transaction
         }
-        named = {"default", *(task.queue for task in self._tasks.values() if task.queue)}
-        self._queues = tuple(settings.queues or sorted(named))
+        self._queues = tuple(served(settings, self._tasks))
         self._timeout = settings.timeout
         self._lease = settings.lease.total_seconds()
         self._retry = Retry()

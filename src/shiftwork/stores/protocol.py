@@ -16,7 +16,7 @@ from shiftwork.errors import SchemaTooOld
 from shiftwork.job import NewJob, State
 from shiftwork.migrate import PROTOCOL
 from shiftwork.settings import check_schema
-from shiftwork.stores.store import FORGET, Held
+from shiftwork.stores.store import FORGET, Held, opening
 
 # Times cross as seconds and documents as text, because no loader may fail on a row that somebody else wrote.
 JOB = """
@@ -122,9 +122,6 @@ RUN_JOB = (
 ROUTINE_CALL = """
 select call, gives, set_config(%s, concat_ws(' ', %s, %s, true), false) from shiftwork.routine_call(%s, false)
 """
-OPEN_TRANSACTION = (
-    "begin isolation level read committed; select shiftwork.fence(%s, %s); savepoint shiftwork_handler"
-)
 CLOSE_TRANSACTION = f"release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; {FORGET}"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"
 SLEEP = "select virtual_transaction from shiftwork.sleep(%s::double precision)"
@@ -437,9 +434,9 @@ class Protocol:
         """How a routine is called, in a session that knows from now on which job that is for."""
         return self._statement(ROUTINE_CALL, f"{self.schema}.job", job, attempt, routine)
 
-    def open_transaction(self, job: int, attempt: int) -> Statement:
-        """Begin the transaction of a job, whose row stays locked until its end."""
-        return self._statement(OPEN_TRANSACTION, job, attempt)
+    def open_transaction(self, held: Held) -> Statement:
+        """Begin the transaction of jobs, whose rows stay locked until its end."""
+        return opening([self.fence(*one) for one in held])
 
     def undo_in_transaction(self) -> Statement:
         """Take back what the handler of a job did in its transaction."""

@@ -18,6 +18,21 @@ FORGET = "reset all; set application_name = %s"
 Held = Sequence[tuple[int, int]]
 """What a worker holds: ids and attempts."""
 
+LOCKED = 500
+"""Milliseconds for which several jobs wait for the row of one that somebody has locked."""
+
+
+def opening(fences: Sequence[Statement]) -> Statement:
+    """A transaction that begins with these fences, and in which what a handler does can be taken back without them.
+
+    Several jobs do not wait long for one of them: the others need not wait with it.
+    """
+    locking = [fence.text for fence in fences]
+    if len(fences) > 1:
+        locking = [f"set local lock_timeout = {LOCKED}", *locking, "set local lock_timeout to default"]
+    text = "; ".join(("begin isolation level read committed", *locking, "savepoint shiftwork_handler"))
+    return Statement(text, tuple(value for fence in fences for value in fence.params))
+
 
 class Apart(Protocol):
     """For a verb that was refused because of one job among many: they are asked for one by one, and that one is left out."""
@@ -155,8 +170,8 @@ class Store(Protocol):
 
     # Transactions.
 
-    def open_transaction(self, job: int, attempt: int) -> Statement:
-        """Begin the transaction of a job, which nobody can take away until its end."""
+    def open_transaction(self, held: Held) -> Statement:
+        """Begin the transaction of jobs, which nobody can take away until its end; they are locked in the order given."""
         ...
 
     def undo_in_transaction(self) -> Statement:

@@ -36,7 +36,7 @@ from shiftwork.database import Rows, Statement
 from shiftwork.errors import ConfigurationError, NotInstalled
 from shiftwork.stores import fitting
 from shiftwork.stores.layout import COLUMNS, Column, Layout, literal, relation
-from shiftwork.stores.store import FORGET, Apart, Held
+from shiftwork.stores.store import FORGET, Apart, Held, opening
 from shiftwork.stores.wording import CANDIDATES, CANDIDATES_OF_VIEW, SESSION, SQL, Wording
 
 SHUNNED = 60.0
@@ -267,11 +267,9 @@ class Table:
 
     # Transactions.
 
-    def open_transaction(self, job: int, attempt: int) -> Statement:
-        """Begin the transaction of a job, whose row stays out of the resetter's reach until its end."""
-        fence = self.fence(job, attempt)
-        text = f"begin isolation level read committed; {fence.text}; savepoint shiftwork_handler"
-        return Statement(text, fence.params)
+    def open_transaction(self, held: Held) -> Statement:
+        """Begin the transaction of jobs, whose rows stay out of the resetter's reach until its end."""
+        return opening([self.fence(*one) for one in held])
 
     def undo_in_transaction(self) -> Statement:
         """Take back what the handler of a job did in its transaction."""

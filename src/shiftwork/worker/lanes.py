@@ -220,3 +220,11 @@ class Lanes:
         """Let every lane look from the start next time."""
         for lane in self.all if self.together is None else (self.together, *self.all):
             lane.cursor.look()
+
+
+def served(settings: Settings, tasks: Mapping[str, Task]) -> Mapping[str, float | None]:
+    """The queues that are served, with their weights: those that the settings name, else all that tasks go to."""
+    if settings.queues:
+        return settings.queues
+    named = {"default", *(task.queue for task in tasks.values() if task.queue)}
+    return dict.fromkeys(sorted(named))

@@ -47,10 +47,6 @@ C = TypeVar("C")
 NO_SESSION = (1.0, 5.0)
 """Seconds before a job is given back for which no session could be had, at first and at most."""
 
-HANDLER = "savepoint shiftwork_handler"
-LOCKED = 500
-"""Milliseconds for which a batch waits for a row that somebody has locked; its jobs are given back then."""
-
 LONGEST = 5.0
 """Seconds that a job waits for a session that others have: it was claimed because they ended fast."""
 
@@ -150,23 +146,8 @@ class Transactions:
                 return connection
 
     async def open_together(self, runs: Sequence[Run]) -> Ours:
-        """A session in whose transaction the rows of several jobs are locked under their fences, in the order given.
-
-        Who has locked one of them is not waited for: the others need not wait with it.
-        """
-        fences = [self._store.fence(run.id, run.attempt) for run in runs[1:]]
-        opening = self._opening(runs[0])
-        if fences:  # a savepoint before them would let their rows go when it is returned to
-            begin, _, first = opening.text.partition(";")
-            locked = (
-                f"{begin}; set local lock_timeout = {LOCKED}; {first}",
-                *(fence.text for fence in fences),
-            )
-            text = "; ".join((*locked, "set local lock_timeout to default", HANDLER))
-            opening = Statement(
-                text, (*opening.params, *(value for fence in fences for value in fence.params))
-            )
-        return await self._open(opening)
+        """A session in whose transaction the rows of several jobs are locked under their fences, in the order given."""
+        return await self._open(self._opening(*runs))
 
     def open_blocking(self, run: Run) -> OursBlocking:
         """The same for a handler in a thread."""
@@ -336,8 +317,8 @@ class Transactions:
         """Routines are called only where there is a registry of them."""
         return cast("Protocol", self._store)
 
-    def _opening(self, run: Run) -> Statement:
-        return self._store.open_transaction(run.id, run.attempt)
+    def _opening(self, *runs: Run) -> Statement:
+        return self._store.open_transaction([(run.id, run.attempt) for run in runs])
 
     def _closing(self, run: Run, outcome: Outcome) -> Statement:
         undo = outcome.state is not State.COMPLETED

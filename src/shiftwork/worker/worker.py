@@ -33,7 +33,7 @@ from shiftwork.worker.attempt import At, Attempts, Middleware
 from shiftwork.worker.budgets import Budgets
 from shiftwork.worker.duties import STRIKES, Duties
 from shiftwork.worker.hooks import Asking, Hooks, Round
-from shiftwork.worker.lanes import Lane, Lanes
+from shiftwork.worker.lanes import Lane, Lanes, served
 from shiftwork.worker.leases import Held, Leases, through_suspend
 from shiftwork.worker.line import Line, Patience, will_pass
 from shiftwork.worker.pipe import Begin
@@ -123,7 +123,7 @@ class Worker:
         self.settings = settings
         self._store = store
         self._registry = Registry(settings, self._store, tasks, routines, self._publish)
-        self._queues, self._budgets = _queues(settings, tasks), Budgets(settings.queue_budgets)
+        self._queues, self._budgets = served(settings, tasks), Budgets(settings.queue_budgets)
         self._lanes = Lanes(settings, tasks, self._queues, self._budgets)
         self._limits, self._hooks = limits or {}, hooks or Hooks()
         self._subscribers = list(subscribers)
@@ -837,7 +837,7 @@ class Worker:
         """Whether the registry has other tasks for us than before."""
         if not await self._registry.look(self._line, again=0.8 * self._poll()):
             return False
-        self._queues = _queues(self.settings, self._tasks)
+        self._queues = served(self.settings, self._tasks)
         self._lanes = Lanes(self.settings, self._tasks, self._queues, self._budgets)
         return True
 
@@ -1052,10 +1052,3 @@ def _bounded(wish: Mapping[str, int | None], claimed: Claimed) -> list[str]:
 
 
 _task_of, _queue_of = itemgetter(1), itemgetter(2)
-
-
-def _queues(settings: Settings, tasks: Mapping[str, Any]) -> Mapping[str, float | None]:
-    if settings.queues:
-        return settings.queues
-    named = {"default", *(task.queue for task in tasks.values() if task.queue)}
-    return dict.fromkeys(sorted(named))
