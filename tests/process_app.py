@@ -293,6 +293,15 @@ def fork_and_return() -> int:
     return os.getpid()
 
 
+@app.task(**apart)
+def fork_and_linger(place: str) -> int:
+    """Return at once, and once more in a copy, when that is let."""
+    if (copy := os.fork()) == 0:
+        with Path(place).open() as fifo:
+            fifo.read()
+    return copy
+
+
 @app.task(retry=Retry(at_once=2, delays=timedelta(hours=1)), **apart)
 def collide(context: Context, place: str) -> int:
     """Be in another's way, the first time."""

@@ -53,6 +53,11 @@ def written(place: Path) -> Callable[[], Awaitable[str]]:
     return ask
 
 
+async def ended(pid: int) -> bool:
+    """For `shop.found`: whether a process is over, though nobody may have buried it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def is_gone(pid: int) -> bool:
     """Wait until a process has ended, a while at most."""
     try:
@@ -175,6 +180,25 @@ async def test_a_copy_that_a_handler_forks_and_forgets_says_nothing(app: App) ->
         await shop.ended(forked, other, state="completed")
         [started] = shop.seen(ProcessStarted)
         assert await forked.aresult(5) == await other.aresult(5) == started.pid
+
+
+async def test_a_copy_that_lingers_hears_nothing_that_is_meant_for_the_process(
+    app: App, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    async with Workshop(app, process_slots=1) as shop:
+        forked = await tasks.fork_and_linger.aenqueue(str(fifo))
+        await shop.ended(forked, state="completed")
+        [started] = shop.seen(ProcessStarted)
+        copy = await forked.aresult(5)
+        os.kill(started.pid, signal.SIGSTOP)
+        other = await tasks.pid.aenqueue()
+        await shop.event(JobBegan, job=other)
+        fifo.write_text("")  # the copy comes back from the handler while the next job is in the pipe
+        await shop.found(lambda: ended(copy))
+        os.kill(started.pid, signal.SIGCONT)
+        await shop.ended(other, state="completed")
 
 
 async def test_only_as_much_is_claimed_as_there_are_processes(app: App, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -346,6 +348,38 @@ async def test_a_line_that_fails_while_a_part_is_told_to_end_does_not_make_it_fo
         await fails_while_it_is_cancelled(asking, line._connection)
         await asyncio.wait([asking])
         assert asking.cancelled()
+
+
+async def test_nobody_hangs_up_under_who_still_watches_the_line(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The descriptor could be another's by the time he stops watching it, and that one would be heard no more.
+    loop, watched, freed = asyncio.get_running_loop(), 0, []
+
+    def remove_reader(descriptor: int) -> bool:
+        nonlocal watched
+        watched += 1
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            freed.append(traceback.format_stack(limit=12))
+        return type(loop).remove_reader(loop, descriptor)
+
+    monkeypatch.setattr(loop, "remove_reader", remove_reader)
+    async with Workshop(working(dsn), singleton="one") as shop:
+        await shop.asleep()
+    with Wire(dsn) as wire:
+        line, store = Line(Settings.read(dsn=wire.dsn), partial(str, "test")), Verbs()
+        await line.perform(operations.sql_tasks(store))
+        wire.stall()
+        with pytest.raises(DatabaseUnavailable, match="no answer"):
+            await line.perform(operations.sql_tasks(store), within=0.01)
+        wire.go_on()
+        await line.perform(operations.sql_tasks(store))
+        wire.stall()
+        await line.abandon(asyncio.create_task(line.perform(operations.sql_tasks(store))))
+    assert watched
+    assert not freed, freed
 
 
 async def test_a_listener_ends_though_its_line_fails_when_it_is_told_to(

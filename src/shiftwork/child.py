@@ -242,14 +242,17 @@ class Place:
         try:
             ending = self._loop.run_until_complete(task)
         finally:
-            self._loop.remove_reader(self._line.fileno())
+            if not self._is_copy:  # which shares the selector: we would not be told any more
+                self._loop.remove_reader(self._line.fileno())
             run.slot = None
         if isinstance(ending, Raised):
             raise ending.error
         return ending.value
 
     def listen(self) -> None:
-        """Hear what the worker says while a job runs, if it says anything."""
+        """Hear what the worker says while a job runs, if it says anything; never what it says to who forked this copy."""
+        if self._is_copy:
+            return
         with self._listening:
             while (run := self._run) is not None and self._line.has_news():
                 message = self._line.listen()

@@ -179,7 +179,7 @@ class Duties:
         else:
             self._trouble(None)
         finally:
-            await self._line.close()
+            self._line.drop()
 
     async def _do(self, name: str) -> Mapping[str, object]:
         """Do it, and say how it went."""

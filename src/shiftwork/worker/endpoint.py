@@ -143,7 +143,7 @@ class Endpoint:
                 operations.measure_queues(self._store, self._queues()), within=PATIENCE
             )
         finally:
-            await self._line.close()
+            self._line.drop()
 
 
 def _registry(metrics: Metrics) -> CollectorRegistry | None:

@@ -207,7 +207,7 @@ class Leases:
                     self._tell(self._lapse)
                 pause = min(pause, max(late, 0))
             pause -= 0 if self._silent else through_suspend() - sent
-        await self._line.close()
+        self._line.drop()
 
     async def _beat(self, sent: float) -> bool:
         asked = [self._asked.pop() for _ in range(len(self._asked))]  # whoever asks later waits for the next

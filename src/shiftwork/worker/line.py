@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import psycopg
 from psycopg import AsyncConnection
 
 from shiftwork.database import Plan, Rows, Statement, aconnect, aexecuting, arun, cut
@@ -65,6 +64,8 @@ class Line:
         self._name = name
         self._revive = revive
         self._connection: AsyncConnection[Any] | None = None
+        self._awaited: AsyncConnection[Any] | None = None
+        """The one on which somebody waits for an answer."""
 
     async def perform(self, plan: Plan[T], *, within: float | None = None) -> T:
         """Carry out a plan; after an outage the next one begins on a new connection.
@@ -101,20 +102,24 @@ class Line:
             finally:
                 deadline.cancel()
 
+        self._awaited, keep = connection, True
         try:
             return await arun(plan, answered)
         except asyncio.CancelledError:
-            self.drop()
+            keep = False
             raise
         except DatabaseError as error:
-            if will_pass(error):
-                self.drop()  # lost, or what this session was told when it began is the reason
+            keep = not will_pass(error)  # lost, or what this session was told when it began is the reason
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from error  # which psycopg forgets when the line fails meanwhile
             raise
         finally:
-            if connection.closed:
-                self._connection = None
+            if self._awaited is connection:
+                self._awaited = None
+            if self._connection is not connection:  # dropped meanwhile
+                connection.pgconn.finish()
+            elif not keep or connection.closed:
+                self.drop()
 
     async def _open(self) -> AsyncConnection[Any]:
         if self._connection is None:
@@ -147,17 +152,18 @@ class Line:
         await asyncio.wait([task])
 
     def drop(self) -> None:
-        """Hang up, without waiting for anything: the other side may not answer."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.pgconn.finish()
+        """Hang up, without waiting for anything: the other side may not answer.
 
-    async def close(self) -> None:
-        """Hang up politely."""
+        Who still waits here finds the line dead. To free its descriptor under him would let the next who gets it be heard no more,
+        for he stops watching it when he is told.
+        """
         connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(psycopg.Error):
-                await connection.close()
+        if connection is None:
+            return
+        if connection is self._awaited:
+            cut(connection)
+        else:
+            connection.pgconn.finish()
 
 
 def will_pass(error: ShiftworkError) -> bool:

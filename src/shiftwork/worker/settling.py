@@ -129,7 +129,7 @@ class Settling:
                 self._line.drop()  # nobody answers
                 self._task.cancel()
                 await asyncio.wait([self._task], timeout=LAST)
-        await self._line.close()
+        self._line.drop()
 
     async def drain(self, seconds: float) -> bool:
         """Wait until all is written, so long at most; says whether it is."""

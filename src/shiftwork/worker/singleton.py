@@ -27,7 +27,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-from shiftwork.database import aconnect, translate
+from shiftwork.database import aconnect, cut, translate
 from shiftwork.errors import ConfigurationError, DatabaseUnavailable
 from shiftwork.settings import Settings
 from shiftwork.worker.supervised import process
@@ -90,10 +90,12 @@ class Singleton:
 
     async def close(self) -> None:
         """Let go."""
-        self._hang_up()
+        if self._connection is not None:
+            cut(self._connection)
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        self._hang_up()
 
     async def _watch(self, connection: AsyncConnection[Any]) -> None:
         every = self._settings.renew_every.total_seconds()

@@ -81,7 +81,8 @@ class Listener:
 
     async def __aexit__(self, *_: object) -> None:
         self._over = True  # for of a line that fails meanwhile it hears instead of being cancelled
-        self._hang_up()
+        if self._connection is not None:
+            cut(self._connection)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -895,7 +895,7 @@ class Worker:
                 **self._serving,
             )
         )
-        await self._line.close()  # the next ones carry our name
+        self._line.drop()  # the next ones carry our name
         self._transactions.close()
         self._given_up = self._unanswered = False
         self._leases.begin(self.id, sent)
@@ -956,7 +956,7 @@ class Worker:
         if self.id:
             with contextlib.suppress(ShiftworkError):
                 await self._line.perform(operations.leave(self._store, self.id), within=LAST)
-        await self._line.close()
+        self._line.drop()
         self._transactions.close()
         await self._singleton.close()
         if self.id:
