@@ -31,6 +31,7 @@ QUEUES = ("mail", "default")
 ERROR = {"code": "BROKEN", "message": "it broke"}
 LEASE = 10_000
 DAY = 86_400_000
+CHILD = {"task": "greet", "queue": "mail", "child": True}
 FINAL = {"completed", "failed", "cancelled", "expired"}
 
 
@@ -74,7 +75,8 @@ def empty(connection: psycopg.Connection[Any]) -> None:
     connection.execute(
         """with live as (delete from shiftwork.jobs), ended as (delete from shiftwork.history),
                 workers as (delete from shiftwork.workers), signals as (delete from shiftwork.signals),
-                pauses as (delete from shiftwork.pauses), attempts as (delete from shiftwork.attempts)
+                pauses as (delete from shiftwork.pauses), attempts as (delete from shiftwork.attempts),
+                ends as (delete from shiftwork.child_ends)
            delete from shiftwork.audit"""
     )
 
@@ -155,6 +157,12 @@ class Explorer:
         self.runs = 0
         self.parked = 0
         self.ended: Counter[str] = Counter()
+        self.endings: Sequence[str] = ()
+        """How attempts end; in any way, if that is not said."""
+
+        self.gathered: Counter[str] = Counter()
+        """How parents have ended, that were looked at."""
+
         self.verbs: dict[Callable[[random.Random], Turn], float] = {
             self._enqueue: 2,
             self._claim: 6,
@@ -389,9 +397,11 @@ class Explorer:
             "cancelled": {"state": "cancelled"},
             "retry": {"state": "scheduled", "error": ERROR, "delay": 3},
             "snooze": {"state": "scheduled", "delay": 1},
+            "spawning": {"state": "waiting", "jobs": [CHILD] * rng.randint(1, 3)},
         }
         outcomes = [
-            {"id": hold[0], "attempt": hold[1], **endings[rng.choice(list(endings))]} for hold in holds
+            {"id": hold[0], "attempt": hold[1], **endings[rng.choice(self.endings or list(endings))]}
+            for hold in holds
         ]
         attempts = dict(holds)
 
@@ -402,6 +412,10 @@ class Explorer:
                     self.settled[hold] += 1
                 if row["answer"] != "busy" and not lost:
                     worker.believes.discard(hold)
+            born = self.protocol.rows(
+                "select id from {}.all_jobs where id <> all(%s) and parent is not null", self.known
+            )
+            self.known += [row["id"] for row in born]
 
         return self._ask(
             "settle", "shiftwork.settle($1::jsonb)", {"worker": worker.id, "outcomes": outcomes}, learn=learn
@@ -540,8 +554,15 @@ class Explorer:
                     rooms[job][room] = (after, attempt_after)
             assert len(rooms[job]) == 1, f"job {job} is in {len(rooms[job])} rooms"
             [latter] = rooms[job].values()
-            moved.append((changes[0][0], job, former, latter))
+            verb = changes[0][0]
+            if former[0] == "waiting" and verb in {"claim", "heartbeat"}:
+                verb = "gather"  # which they do on the way
+            moved.append((verb if former[0] else "enqueue", job, former, latter))
+        self.parents: dict[int, int] = dict(
+            cursor.execute("select id, parent from shiftwork.all_jobs where parent is not null").fetchall()
+        )
         self._check_moves(moved)
+        self._check_families(moved)
 
         did = cursor.execute("select job, attempt from public.effects order by job, attempt").fetchall()
         assert did == sorted(self.ran), "what was done in the database is not what was completed there"
@@ -566,13 +587,33 @@ class Explorer:
             left[job, attempt] += former == "running" and state != "running"
             settled[job, attempt] += verb == "settle"
             lives[job] += verb == "revive"
-            if state == "cancelled" and verb in {"start", "release", "heartbeat", "reap", "expire"}:
+            if (
+                state == "cancelled"
+                and verb in {"start", "release", "heartbeat", "reap", "expire"}
+                and job not in self.parents  # else it may have been asked of that
+            ):
                 assert (job, lives[job]) in self.signalled, (
                     f"{story}, and nobody asked for that since it was revived"
                 )
         assert max(claimed.values(), default=0) <= 1, "an attempt was given out twice"
         assert max(left.values(), default=0) <= 1, "an attempt ended twice"
         assert +settled == self.settled, "what settle answered is not what it wrote"
+
+    def _check_families(
+        self, moved: Sequence[tuple[str, int, tuple[str | None, int], tuple[str, int]]]
+    ) -> None:
+        """A parent ends after its children, completed if they all were; families in which somebody was revived aside."""
+        ended: dict[int, str] = {}
+        for verb, job, _, (state, _) in moved:
+            children = [child for child, parent in self.parents.items() if parent == job]
+            if verb == "gather" and state in FINAL and not any(self.revived[one] for one in (job, *children)):
+                endings = [ended.get(child) for child in children]
+                assert None not in endings, f"job {job} did not wait for its children: {endings}"
+                well = all(ending == "completed" for ending in endings)
+                assert state == ("completed" if well else "failed"), f"job {job} is {state} after {endings}"
+                self.gathered[state] += 1
+            if state in FINAL:
+                ended[job] = state
 
     def _drain(self) -> None:
         """Whatever happened, everything can still be brought to an end."""
@@ -587,6 +628,8 @@ class Explorer:
                 break
         left = self.protocol.rows("select id, state::text, attempt, worker from {}.jobs")
         assert left == [], "jobs that cannot be brought to an end"
+        self.protocol.rows("select * from {}.gather()")
+        assert self.protocol.rows("select * from {}.child_ends") == [], "notes that nobody reads"
         self.protocol.expire()
         assert self.protocol.rows("select job from {}.signals") == [], "signals that nobody clears"
 

@@ -49,6 +49,14 @@ REAP_WITHOUT_RECHECK = Plant(
 )
 """The lease is read without a lock: a heartbeat can renew it while its jobs are taken away."""
 
+ONLY_THE_LAST_CHILD_TELLS = Plant(
+    "tell_parents",
+    "where one.parent is not null\n",
+    "where one.parent is not null and (one.ending <> 'completed' or not exists (select from shiftwork.jobs as other"
+    " where other.parent = one.parent))\n",
+)
+"""A child that completes and sees others alive says nothing of its end: two that end at once each see the other."""
+
 CLAIM_WITHOUT_NEWCOMERS = Plant(
     "claim",
     "timestamptz '-infinity' as run_at, 0::bigint as id\n",

@@ -286,6 +286,13 @@ def much(text: str, times: int) -> str:
 
 
 @app.task(**apart)
+def spawn_two(context: Context) -> int:
+    """Have two children."""
+    context.spawn(pid.job(), pid.job())
+    return os.getpid()
+
+
+@app.task(**apart)
 def fork_and_return() -> int:
     """Return twice, in two processes."""
     os.fork()

@@ -40,6 +40,30 @@ def test_no_interleaving_breaks_an_invariant(dsn: str, share: int) -> None:
         assert min(explorer.ended.values()) > 0
 
 
+# spec: ST-18
+def test_in_no_interleaving_is_a_parent_left_waiting_or_ended_before_its_children(dsn: str) -> None:
+    explorer = families(dsn)
+    with closing(explorer):
+        explore(explorer, range(60), turns=40)
+    assert explorer.gathered.keys() == {"completed", "failed"}
+
+
+def test_children_that_miss_each_others_end_are_found(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        planted.ONLY_THE_LAST_CHILD_TELLS.sow(connection)
+    explorer = families(dsn)
+    with closing(explorer), pytest.raises(AssertionError, match="jobs that cannot be brought to an end"):
+        explore(explorer, range(RUNS), turns=40)
+
+
+def families(dsn: str) -> Explorer:
+    """Jobs that spawn children, which spawn others."""
+    explorer = Explorer(dsn)
+    explorer.only(claim=5, settle=12, cancel=0.3, heartbeat=1, expire=0.3)
+    explorer.endings = ("completed", "completed", "completed", "spawning", "failed")
+    return explorer
+
+
 def test_a_reaper_that_does_not_look_at_the_lease_again_is_found(dsn: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         planted.REAP_WITHOUT_RECHECK.sow(connection)
@@ -49,6 +73,6 @@ def test_a_reaper_that_does_not_look_at_the_lease_again_is_found(dsn: str) -> No
         explore(explorer, range(RUNS))
 
 
-def explore(explorer: Explorer, seeds: Iterable[int]) -> None:
+def explore(explorer: Explorer, seeds: Iterable[int], turns: int = 24) -> None:
     for seed in seeds:
-        explorer.run(seed)
+        explorer.run(seed, turns)

@@ -472,7 +472,9 @@ def test_state_and_timestamps_cannot_disagree(protocol: Protocol) -> None:
         "update {}.jobs set task = repeat('x', 201)",
         "update {}.jobs set queue = ''",
         "update {}.jobs set payload = '[]'",
-        "insert into {}.history select *, current_date from {}.jobs",
+        "insert into {}.history (id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, task, queue,"
+        " payload, tags, forget_on) select id, state, priority, run_at, created_at, 0, 0, 0, 5, task, queue, payload, tags,"
+        " current_date from {}.jobs",
     ]
     protocol.enqueue()
     for statement in wrong:
@@ -544,6 +546,7 @@ def test_each_query_has_its_own_partial_index_and_the_hot_table_is_kept_clean(pr
         "jobs_running",
         "jobs_expiring",
         "jobs_unique",
+        "jobs_parent",
     }
     assert all("WHERE" in text for name, text in indexes.items() if name != "jobs_pkey")
     options = protocol.value("select reloptions from pg_class where oid = '{}.jobs'::regclass")

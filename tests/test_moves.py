@@ -202,6 +202,7 @@ OUTCOMES: dict[str, Row] = {
     "cancelled": {"state": "cancelled"},
     "retry": {"state": "scheduled", "error": ERROR, "delay": 5},
     "snooze": {"state": "scheduled", "delay": 5},
+    "waiting": {"state": "waiting", "result": 1, "jobs": [{"task": "greet", "child": True}]},
 }
 
 
@@ -254,6 +255,33 @@ def _expire(protocol: Protocol, job: Row) -> str:
 @deed("cancel", "", "cancelled", "signalled")
 def _cancel(protocol: Protocol, job: Row) -> str:
     return protocol.cancel(job["id"])[job["id"]]
+
+
+def gather_after(failure: Row | None) -> Callable[[Protocol, Row], str]:
+    def act(protocol: Protocol, job: Row) -> str:
+        note = "insert into {}.child_ends (parent, failure) values (%s, %s)"
+        protocol.rows(note, job["id"], failure and Jsonb(failure))
+        return next((row["answer"] for row in protocol.rows("select * from {}.gather()")), "none")
+
+    return act
+
+
+@deed("gather", "a child of its failed, and another lives", "told")
+def _gather_one(protocol: Protocol, job: Row) -> str:
+    protocol.rows(
+        "insert into {}.jobs (task, queue, parent) values ('greet', 'other', %s)",
+        job["id"],
+    )
+    assert gather_after(ERROR)(protocol, job) == "none"
+    return (
+        "told"
+        if protocol.rows("select 1 from {}.jobs where id = %s and error = %s", job["id"], Jsonb(ERROR))
+        else "none"
+    )
+
+
+deed("gather", "its children completed", "completed")(gather_after(None))
+deed("gather", "a child of its failed", "failed")(gather_after(ERROR))
 
 
 @deed("complete", "", "completed")

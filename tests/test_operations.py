@@ -29,7 +29,7 @@ def a_job(payload: bytes = b"{}", **options: Any) -> NewJob[object]:
 
 def a_row(**known: Any) -> dict[str, Any]:
     texts = ("run_at", "expires_at", "created_at", "claimed_at", "started_at", "finished_at")
-    row: dict[str, Any] = dict.fromkeys((*texts, "result", "error", "unique_key", "worker"))
+    row: dict[str, Any] = dict.fromkeys((*texts, "result", "error", "unique_key", "worker", "parent"))
     row |= {"id": 1, "task": "greet", "queue": "default", "priority": 0, "payload": "{}", "state": "ready"}
     return row | {"attempt": 0, "failures": 0, "resets": 0, "max_attempts": 5, "tags": []} | known
 

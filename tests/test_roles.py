@@ -21,7 +21,7 @@ from tests.remote import Remote
 ROLES = ["producer", "worker", "operator", "viewer"]
 VERBS = ["SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER"]
 
-JOBS = {"jobs", "history", "attempts", "signals", "progress", "logs"}
+JOBS = {"jobs", "history", "attempts", "signals", "progress", "logs", "child_ends"}
 REGISTRY = {"tasks", "queues", "pauses", "limits", "settings", "schedules", "edges"}
 OTHER = {
     "workers",

@@ -39,9 +39,8 @@ from shiftwork.errors import (
     Interrupted,
     UnknownHandler,
 )
-from shiftwork.job import State
 from shiftwork.operations import importing
-from shiftwork.outcome import Outcome, Raised, Returned, decide
+from shiftwork.outcome import Outcome, Raised, Returned, decide, done
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.worker import processes
@@ -285,7 +284,8 @@ class Place:
     def finish(self, run: Run, connection: object, result: object) -> Any:  # noqa: ANN401
         """End the job as completed in the caller's transaction."""
         encoded = run.task.signature.encode_result(result)
-        outcome = Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
+        jobs = tuple(run.jobs or ())
+        outcome = Outcome(run, done(jobs), result=encoded, jobs=jobs)
         plan = operations.conclude(self._store, run.worker, outcome)
 
         def then() -> None:

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+import msgspec
 from psycopg import AsyncConnection, Connection
 
 from shiftwork.codec import safe_text
@@ -136,6 +137,15 @@ class Context:
         if self._run.jobs is None:
             self._run.jobs = []
         self._run.jobs.extend(jobs)
+
+    def spawn(self, *jobs: NewJob[Any]) -> None:
+        """Enqueue jobs when this handler returns, and wait for them: this one is completed when all of them are.
+
+        Until then it is `waiting`, and takes up no room. If one of them does not complete, this one fails.
+        """
+        self.enqueue(*jobs)
+        assert self._run.jobs is not None  # noqa: S101
+        self._run.jobs[-len(jobs) :] = [msgspec.structs.replace(job, child=True) for job in jobs]
 
     @overload
     def fence(self, connection: AsyncConnection[Any]) -> Awaitable[None]: ...

@@ -66,6 +66,8 @@ class NewJob(msgspec.Struct, Generic[R_co], frozen=True, kw_only=True, omit_defa
     merge: str | dict[str, str] | None = None
     tags: list[str] | None = None
     keep: int | None = None
+    child: bool = False
+    """Whether the job with whose outcome it is enqueued waits for it."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -147,6 +149,9 @@ class Job:
     max_attempts: int = 1
     unique_key: str | None = None
     worker: int | None = None
+    parent: int | None = None
+    """The job that spawned it, and waits for it; not told of a job that was just claimed."""
+
     created_at: datetime | None = None
     claimed_at: datetime | None = None
     started_at: datetime | None = None
@@ -250,7 +255,7 @@ _new, _sow = object.__new__, Claimed._seed.__set__  # noqa: SLF001
 
 _PLAIN = (
     *("id", "task", "queue", "priority", "attempt", "failures", "resets", "max_attempts"),
-    *("unique_key", "worker"),
+    *("unique_key", "worker", "parent"),
 )
 _MOMENTS = ("run_at", "expires_at", "created_at", "claimed_at", "started_at", "finished_at")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -261,6 +261,8 @@ def _ended(event: events.JobEnded) -> tuple[int, str]:
     state, error, took = event.state, event.error, _took(event.seconds)
     if state == "completed":
         return logging.INFO, f"{job} completed in {took}"
+    if state == "waiting":
+        return logging.INFO, f"{job} returned after {took}, and waits for its children"
     why = f": {error.get('code')}: {error.get('message')}" if error else ""
     if state == "scheduled":
         level = logging.WARNING if error else logging.INFO

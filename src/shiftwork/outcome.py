@@ -63,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """When `state` is scheduled: when it is due again, if the handler named a time instead of a delay."""
 
     jobs: tuple[NewJob[Any], ...] = ()
-    """What is enqueued with it, if it completes."""
+    """What is enqueued with it, if it completes, or waits for some of them."""
 
 
 def decide(
@@ -86,10 +86,15 @@ def completed(
 ) -> Outcome:
     """What becomes of a job whose handler returned this."""
     try:
-        return Outcome(job, State.COMPLETED, None, encode(value), None, False, None, jobs)
+        return Outcome(job, done(jobs), None, encode(value), None, False, None, jobs)
     except InvalidArgument as error:
         # The work is done and would end the same way again, so there is nothing to gain from another attempt.
         return Outcome(job, State.FAILED, error=describe(error), counts=True)
+
+
+def done(jobs: tuple[NewJob[Any], ...]) -> State:
+    """Where a job goes whose handler returned: it is completed, unless it has children to wait for."""
+    return State.WAITING if jobs and any(job.child for job in jobs) else State.COMPLETED
 
 
 def _raised(job: Attempted, error: BaseException, retry: Retry, code: str) -> Outcome:

@@ -112,6 +112,7 @@ def show(settings: Settings, id: int, as_json: bool) -> None:  # noqa: A002
             "unique key": job.unique_key,
             "tags": ", ".join(job.tags),
             "worker": job.worker,
+            "parent": job.parent,
             "created": at(job.created_at),
             "due": at(job.run_at),
             "expires": at(job.expires_at),

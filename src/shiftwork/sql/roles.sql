@@ -64,7 +64,7 @@ grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork
   to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
 
 -- A worker moves jobs; it makes no tables, and steers nothing.
-grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.attempts, shiftwork.signals, shiftwork.progress, shiftwork.logs
+grant insert, update, delete on shiftwork.jobs, shiftwork.history, shiftwork.attempts, shiftwork.signals, shiftwork.progress, shiftwork.logs, shiftwork.child_ends
   to shiftwork_worker, shiftwork_operator;
 grant insert, update on shiftwork.workers to shiftwork_worker, shiftwork_operator;
 grant insert on shiftwork.snapshots to shiftwork_worker, shiftwork_operator;
@@ -85,7 +85,9 @@ grant execute on function
   shiftwork.expire(int), shiftwork.fence(bigint, int), shiftwork.finish(bigint[], shiftwork.job_state, jsonb),
   shiftwork.finish_together(bigint[], shiftwork.job_state, jsonb), shiftwork.will_pass(text),
   shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
-  shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]),
+  shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]), shiftwork.tell_parents(bigint[], bigint[], shiftwork.job_state[]),
+  shiftwork.cancel_jobs(bigint[], text, text), shiftwork.cancel_children(bigint[], text, text),
+  shiftwork.gather(int), shiftwork.try_gather(), shiftwork.spawn(text, jsonb, jsonb),
   shiftwork.sleep(double precision), shiftwork.rouse(), shiftwork.extend_history(), shiftwork.purge(boolean, int), shiftwork.purge_part(boolean, int),
   shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
   shiftwork.measured(jsonb, text, numeric), shiftwork.begin_run(text, bigint, text), shiftwork.end_run(jsonb),

@@ -22,7 +22,7 @@ from shiftwork.stores.store import FORGET, Held, opening
 JOB = """
   id, task, queue, priority, payload::text as payload, state::text as state,
   extract(epoch from run_at)::text as run_at, extract(epoch from expires_at)::text as expires_at,
-  attempt, failures, resets, max_attempts, unique_key, worker,
+  attempt, failures, resets, max_attempts, unique_key, worker, parent,
   extract(epoch from created_at)::text as created_at, extract(epoch from claimed_at)::text as claimed_at,
   extract(epoch from started_at)::text as started_at, extract(epoch from finished_at)::text as finished_at,
   result::text as result, error::text as error, tags
@@ -120,7 +120,7 @@ RUN_JOB = (
     " select answer, state, wait, error::text from shiftwork.run_job(%s, %s, %s, true)"
 )
 ROUTINE_CALL = """
-select call, gives, set_config(%s, concat_ws(' ', %s, %s, true), false) from shiftwork.routine_call(%s, false)
+select call, gives, set_config(%s, concat_ws(' ', %s, %s, true, 'commits'), false) from shiftwork.routine_call(%s, false)
 """
 CLOSE_TRANSACTION = f"release savepoint shiftwork_handler; select shiftwork.conclude(%s); commit; {FORGET}"
 CONCLUDE = "select shiftwork.conclude(%s::jsonb)"

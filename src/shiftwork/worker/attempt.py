@@ -36,7 +36,7 @@ from shiftwork.errors import (
     UnknownHandler,
 )
 from shiftwork.job import Claimed, Job, State
-from shiftwork.outcome import Outcome, Raised, Returned, completed, decide
+from shiftwork.outcome import Outcome, Raised, Returned, completed, decide, done
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
@@ -626,7 +626,8 @@ class Attempts:
 
     def _finished(self, run: Run, result: object) -> Outcome:
         encoded = run.task.signature.encode_result(result)
-        return Outcome(run, State.COMPLETED, result=encoded, jobs=tuple(run.jobs or ()))
+        jobs = tuple(run.jobs or ())
+        return Outcome(run, done(jobs), result=encoded, jobs=jobs)
 
 
 def prepared(run: Run) -> partial[Any]:
@@ -766,7 +767,8 @@ class _Finishing:
             self._leave()
 
     def _concluding(self) -> Outcome:
-        return msgspec.structs.replace(self._outcome, jobs=tuple(self._run.jobs or ()))
+        jobs = tuple(self._run.jobs or ())
+        return msgspec.structs.replace(self._outcome, state=done(jobs), jobs=jobs)
 
     def _leave(self) -> None:
         if self._connection is not None:

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from shiftwork import events
 from shiftwork.errors import ConfigurationError
+from shiftwork.job import State
 from shiftwork.outcome import Outcome
 from shiftwork.settings import Settings
 from shiftwork.worker.pipe import (
@@ -557,7 +558,7 @@ class Process:
 
 def outcome_of(run: Run, ended: Ended) -> Outcome:
     """How a job ended in a process, as all outcomes are."""
-    result = bytes(ended.result) if ended.state == "completed" else None
+    result = bytes(ended.result) if ended.state in (State.COMPLETED, State.WAITING) else None
     return Outcome(
         run, ended.state, ended.delay, result, ended.error, ended.counts, ended.at, tuple(ended.jobs)
     )

@@ -321,7 +321,7 @@ class Transactions:
         return self._store.open_transaction([(run.id, run.attempt) for run in runs])
 
     def _closing(self, run: Run, outcome: Outcome) -> Statement:
-        undo = outcome.state is not State.COMPLETED
+        undo = outcome.state not in (State.COMPLETED, State.WAITING)
         return self._store.close_transaction(run.worker, encode_outcome(outcome), undo=undo)
 
     async def _execute(self, connection: Ours, statement: Statement, *, commits: bool = False) -> None:

@@ -1,22 +1,38 @@
--- Cancel jobs. One that somebody holds gets a signal, and its handler is told; it ends as it then ends.
--- Answers for each: cancelled, signalled, finished (too late), or unknown.
+-- Cancel jobs. One that somebody holds gets a signal, and its handler is told; it ends as it then ends. With a job that waits for
+-- its children, these are cancelled. Answers for each: cancelled, signalled, finished (too late), or unknown.
 create or replace function shiftwork.cancel(ids bigint[], reason text default null, actor text default null)
-returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off
-set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 #variable_conflict use_column
 declare
   free bigint[];
   held bigint[];
 begin
+  select * into free, held from shiftwork.cancel_jobs(ids, reason, actor);
+  perform shiftwork.note(actor, 'cancel', jsonb_build_object('jobs', to_jsonb(ids)),
+                         after => jsonb_build_object('cancelled', free, 'signalled', held, 'reason', reason));
+  return query
+  select one, case when one = any(free) then 'cancelled' when one = any(held) then 'signalled'
+                   when exists (select from shiftwork.history as ended where ended.id = one) then 'finished'
+                   else 'unknown' end
+    from unnest(ids) as one;
+end $$;
+
+-- Cancel jobs, and the children of those that waited for some. Says which have ended, and to which a signal was sent.
+create or replace function shiftwork.cancel_jobs(ids bigint[], reason text, actor text, out free bigint[], out held bigint[])
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+begin
   -- Everyone asks first, in the order of ids: who cancels the same jobs waits here, and holds nothing yet that another needs.
   insert into shiftwork.signals (job, reason, actor)
-  select job.id, reason, coalesce(actor, session_user) from shiftwork.jobs as job where job.id = any(ids) order by job.id
+  select job.id, cancel_jobs.reason, coalesce(cancel_jobs.actor, session_user)
+    from shiftwork.jobs as job where job.id = any(ids) order by job.id
   on conflict (job) do nothing;
   free := array(
     select job.id from shiftwork.jobs as job
      where job.id = any(ids) and job.state <> 'running' order by job.id for update skip locked);
   if cardinality(free) > 0 then
     free := shiftwork.finish(free, 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')));
+    perform shiftwork.cancel_children(free, reason, actor);
   end if;
   -- What is left is running, or just being moved by someone, or cannot be moved now: the signal outlasts that.
   held := array(select signal.job from shiftwork.signals as signal
@@ -27,13 +43,18 @@ begin
   if cardinality(held) > 0 and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_cancel', one::text) from unnest(held) as one;
   end if;
-  perform shiftwork.note(actor, 'cancel', jsonb_build_object('jobs', to_jsonb(ids)),
-                         after => jsonb_build_object('cancelled', free, 'signalled', held, 'reason', reason));
-  return query
-  select one, case when one = any(free) then 'cancelled' when one = any(held) then 'signalled'
-                   when exists (select from shiftwork.history as ended where ended.id = one) then 'finished'
-                   else 'unknown' end
-    from unnest(ids) as one;
+end $$;
+
+-- Cancel the children of jobs that were cancelled. A child is younger than its parent, so that is still in the order of ids.
+create or replace function shiftwork.cancel_children(parents bigint[], reason text, actor text) returns void
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off set enable_seqscan = off as $$
+declare
+  children constant bigint[] := array(
+    select child.id from shiftwork.jobs as child where child.parent = any(parents) order by child.id);
+begin
+  if cardinality(children) > 0 then
+    perform shiftwork.cancel_jobs(children, coalesce(reason, 'the job that waited for it was cancelled'), actor);
+  end if;
 end $$;
 
 -- Write down who did what: one row for each act, in the transaction of the act.

@@ -80,7 +80,8 @@ begin
          exists (select from shiftwork.jobs as job where job.state = 'scheduled' and job.run_at <= present
                     and job.run_at >= shiftwork.place_time(given.due)) as is_due,
          nullif(given.but, 'null') as but, nullif(given.conditions, 'null') as conditions, nullif(given.most, 'null') as most,
-         exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited
+         exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited,
+         exists (select from shiftwork.child_ends as owed where owed.at <= present) as owing
     into asked
     from jsonb_to_record(request) as given (
            worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
@@ -90,6 +91,9 @@ begin
     report.payload := '{"alive": false, "taken": 0, "more": false, "places": {}, "mixed": []}';
     return next report;
     return;
+  end if;
+  if asked.owing then
+    perform shiftwork.try_gather();
   end if;
   special := asked.pausing or asked.limited or coalesce(asked.but, asked.conditions, asked.most) is not null;
   if special then                                      -- nothing of that costs a claim anything which needs none of it
@@ -301,7 +305,9 @@ begin
     report.payload := report.payload || jsonb_build_object('next_due_in', extract(epoch from least(
       (select job.run_at from shiftwork.jobs as job
         where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(reached) order by job.run_at limit 1),
-      (select min(pause.until) from shiftwork.pauses as pause where pause.until > present)) - present));
+      (select min(pause.until) from shiftwork.pauses as pause where pause.until > present),
+      case when asked.owing then (                     -- somebody is just at a parent, or one could not be moved
+        select greatest(owed.at, present + interval '0.1 seconds') from shiftwork.child_ends as owed order by owed.at limit 1) end) - present));
   end if;
   if special then
     if asked.limited and taken > 0 then

@@ -23,11 +23,11 @@ begin
         )
         insert into shiftwork.history (
           id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
-          finished_at, keep, unique_scope, task, queue, payload, unique_key, tags, result, forget_on)
+          finished_at, keep, unique_scope, task, queue, payload, unique_key, tags, result, forget_on, parent)
         select gone.id, 'completed', gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
                gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.keep, gone.unique_scope,
                gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, nullif(complete.result, 'null'),
-               shiftwork.forget_on(shiftwork.days_kept(gone.keep, 'completed', gone.queue), shiftwork.today())
+               shiftwork.forget_on(shiftwork.days_kept(gone.keep, 'completed', gone.queue), shiftwork.today()), gone.parent
           from gone;
         if not found then
           raise exception 'a trigger keeps job % in jobs', complete.job;
@@ -42,6 +42,9 @@ begin
     delete from shiftwork.signals as signal where signal.job = complete.job;
     if former.state = 'running' and exists (select from shiftwork.limits) then
       perform shiftwork.return_permits(array[complete.job]);
+    end if;
+    if former.parent is not null then
+      perform shiftwork.tell_parents(array[former.parent], array[complete.job], array['completed'::shiftwork.job_state]);
     end if;
     perform shiftwork.announce(array[complete.job]);
     if former.state = 'running' and pg_notification_queue_usage() < 0.5 then

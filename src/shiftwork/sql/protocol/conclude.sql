@@ -18,16 +18,19 @@ begin
       )
       insert into shiftwork.history (
         id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
-        finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, forget_on)
+        finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, forget_on, parent)
       select gone.id, 'completed', gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
              gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.worker, gone.claim,
              gone.keep, gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, outcome -> 'result',
-             shiftwork.forget_on(coalesce(gone.keep, own.keep_completed, every.keep_completed, 30), shiftwork.today())
+             shiftwork.forget_on(coalesce(gone.keep, own.keep_completed, every.keep_completed, 30), shiftwork.today()), gone.parent
         from gone
         left join shiftwork.queues as own on own.name = gone.queue
         left join shiftwork.queues as every on every.name = '*'
-      returning id into told;
+      returning id, parent into told;
       if found then
+        if told.parent is not null then
+          perform shiftwork.tell_parents(array[told.parent], array[told.id], array['completed'::shiftwork.job_state]);
+        end if;
         if exists (select from shiftwork.signals) then
           delete from shiftwork.signals as signal where signal.job = told.id;
         end if;

@@ -31,16 +31,19 @@ begin
 
   return query
   with fresh as (
-    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
+    insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep,
+                                parent)
     select wish.task, coalesce(wish.payload, '{}'), coalesce(wish.queue, known.queue, 'default'),
            coalesce(wish.priority, known.priority, 0), coalesce(wish.max_attempts, known.max_attempts, 5),
            due.run_at, present, case when due.run_at > present then 'scheduled' else 'ready' end::shiftwork.job_state,
-           coalesce(wish.expires_at, present + wish.expires_in * interval '1 second'), coalesce(wish.tags, '{}'), wish.keep
+           coalesce(wish.expires_at, present + wish.expires_in * interval '1 second'), coalesce(wish.tags, '{}'), wish.keep,
+           wish.parent
       from rows from (jsonb_to_recordset(jobs) as (
              task text, payload jsonb, queue text, priority int, delay double precision, run_at timestamptz,
-             expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int
+             expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int,
+             parent bigint
            )) with ordinality as wish (task, payload, queue, priority, delay, run_at, expires_in, expires_at,
-                                       max_attempts, unique_key, tags, keep, ordinal)
+                                       max_attempts, unique_key, tags, keep, parent, ordinal)
            left join shiftwork.tasks as known on known.name = wish.task
            cross join lateral (
              select greatest(coalesce(wish.run_at, present + wish.delay * interval '1 second'), present) as run_at) as due
@@ -144,9 +147,10 @@ begin
     end if;
 
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at,
-                                tags, keep, unique_key, held_key, unique_scope)
+                                tags, keep, unique_key, held_key, unique_scope, parent)
     values (fresh.task, fresh.payload, fresh.queue, fresh.priority, fresh.max_attempts, fresh.run_at, present, fresh.state,
-            fresh.expires_at, fresh.tags, fresh.keep, fresh.unique_key, fresh.unique_key, fresh.unique_scope)
+            fresh.expires_at, fresh.tags, fresh.keep, fresh.unique_key, fresh.unique_key, fresh.unique_scope,
+            (wish ->> 'parent')::bigint)
     on conflict (task, held_key) where held_key is not null do nothing
     returning jobs.id into id;
     if found then

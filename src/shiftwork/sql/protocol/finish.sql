@@ -62,18 +62,26 @@ create or replace function shiftwork.finish_together(ids bigint[], ending shiftw
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   present timestamptz := shiftwork.clock();
+  children bigint[];
+  parents bigint[];
 begin
   with gone as (
     delete from shiftwork.jobs as job where job.id = any(ids) returning job.*
-  )
+  ), kept as (
   insert into shiftwork.history (
     id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
-    finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on)
+    finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on, parent)
   select gone.id, ending, gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
          gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.worker, gone.claim, gone.keep,
          gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, gone.result, failure,
-         shiftwork.forget_on(shiftwork.days_kept(gone.keep, ending, gone.queue), shiftwork.today())
-    from gone;
+         shiftwork.forget_on(shiftwork.days_kept(gone.keep, ending, gone.queue), shiftwork.today()), gone.parent
+    from gone
+  returning history.id, history.parent
+  )
+  select array_agg(kept.id), array_agg(kept.parent) into children, parents from kept where kept.parent is not null;
+  if parents is not null then
+    perform shiftwork.tell_parents(parents, children, array_fill(ending, array[cardinality(parents)]));
+  end if;
   delete from shiftwork.signals as signal where signal.job = any(ids);
   if exists (select from shiftwork.limits) then
     perform shiftwork.return_permits(ids);
@@ -81,15 +89,16 @@ begin
   perform shiftwork.announce(ids);
 end $$;
 
--- Cancel those of these jobs, locked by the caller, whose cancelling was asked for while somebody held them.
+-- Cancel those of these jobs, locked by the caller, whose cancelling was asked for while somebody held them, with their children.
 create or replace function shiftwork.finish_signalled(ids bigint[]) returns bigint[] language plpgsql as $$
 declare
   asked record;
   ended bigint[] := '{}';
 begin
-  for asked in select signal.job, signal.reason from shiftwork.signals as signal where signal.job = any(ids) loop
+  for asked in select signal.job, signal.reason, signal.actor from shiftwork.signals as signal where signal.job = any(ids) loop
     ended := ended || shiftwork.finish(array[asked.job], 'cancelled',
                                        shiftwork.failure('TASK_CANCELLED', coalesce(asked.reason, 'cancelled')));
+    perform shiftwork.cancel_children(array[asked.job], asked.reason, asked.actor);
   end loop;
   return ended;
 end $$;

@@ -63,6 +63,9 @@ begin
       strays := '{}';
     end;
   end if;
+  if exists (select from shiftwork.child_ends as owed where owed.at <= present) then
+    perform shiftwork.try_gather();                      -- all may be too busy to claim
+  end if;
   return jsonb_build_object(
     'alive', true, 'lost', to_jsonb(lost), 'why', shiftwork.why_lost(lost), 'cancel', asked,
     'strays', to_jsonb(coalesce(strays, '{}')),

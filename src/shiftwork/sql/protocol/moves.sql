@@ -9,7 +9,9 @@ insert into shiftwork.moves (verb, before, after) values
   ('claim', 'ready', 'running'),
   ('start', 'running', 'running'), ('start', 'running', 'expired'), ('start', 'running', 'cancelled'),
   ('settle', 'running', 'completed'), ('settle', 'running', 'failed'),
-  ('settle', 'running', 'cancelled'), ('settle', 'running', 'scheduled'),
+  ('settle', 'running', 'cancelled'), ('settle', 'running', 'scheduled'), ('settle', 'running', 'waiting'),
+  ('gather', 'waiting', 'completed'), ('gather', 'waiting', 'failed'),
+  ('gather', 'waiting', 'waiting'),                                           -- a child has failed, and others live
   ('release', 'running', 'ready'), ('release', 'running', 'cancelled'),
   ('release', 'running', 'failed'),                                           -- crashed once too often
   ('heartbeat', 'running', 'ready'), ('heartbeat', 'running', 'cancelled'),   -- strays

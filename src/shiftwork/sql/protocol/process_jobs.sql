@@ -223,7 +223,7 @@ begin
   perform set_config('shiftwork.job', '', true);
 
   if code is null then
-    state := 'completed';
+    state := case when current_setting('shiftwork.spawned', true) = job::text then 'waiting' else 'completed' end;
   else
     code := coalesce('{"SW011": "POISON", "SW012": "RETRY_LATER", "SW013": "SNOOZED", "SW014": "TASK_CANCELLED"}'::jsonb ->> code, code);
     error := jsonb_strip_nulls(jsonb_build_object(

@@ -24,12 +24,13 @@ begin
       for turn in 1..2 loop
         insert into shiftwork.jobs (
           id, state, priority, run_at, created_at, attempt, max_attempts, expires_at, keep, unique_scope, task, queue, payload,
-          unique_key, held_key, tags)
+          unique_key, held_key, tags, parent)
         overriding system value
         values (
           former.id, 'ready', former.priority, present, former.created_at, former.attempt, former.max_attempts,
           case when former.expires_at > present then former.expires_at end, former.keep, former.unique_scope, former.task,
-          former.queue, former.payload, former.unique_key, case when turn = 1 then former.unique_key end, former.tags)
+          former.queue, former.payload, former.unique_key, case when turn = 1 then former.unique_key end, former.tags,
+          former.parent)
         on conflict (task, held_key) where held_key is not null do nothing
         returning jobs.id into made;
         exit when found;

@@ -12,12 +12,12 @@ end $$;
 -- request: {"worker": 17, "outcomes": [{"id": 1, "attempt": 1, "state": "completed", "result": 42},
 --           {"id": 2, "attempt": 3, "state": "scheduled", "delay": 30, "error": {"code": "…", "message": "…"}}, …]}
 --
--- state is completed, failed, cancelled or scheduled, after a delay or at a time, run_at. Scheduled with an error is a retry: the failure counts, and one that would
+-- state is completed, failed, cancelled, waiting (its handler returned, and it has children; see gather) or scheduled, after a delay or at a time, run_at. Scheduled with an error is a retry: the failure counts, and one that would
 -- land at or after the start deadline becomes failed. Scheduled without one is a snooze, and counts nothing ("failure": false
 -- makes a snooze of one that tells a cause). Where cancelling was asked for, a job that would run again is cancelled.
 --
--- A completed outcome may carry "jobs": [what enqueue_many takes, …]. They are enqueued with it if it is settled now, and so
--- once. What another ending carries is dropped. ("carrying": false in the request says that none does, and saves looking.)
+-- A completed or waiting outcome may carry "jobs": [what enqueue_many takes, …]. They are enqueued with it if it is settled now, and so
+-- once; those of a waiting one that say "child": true become its children. What another ending carries is dropped. ("carrying": false in the request says that none does, and saves looking.)
 --
 -- ("elapsed": 3.5 says that so many seconds have passed since the clock stood still, for who settles within one long statement.)
 --
@@ -43,7 +43,9 @@ declare
   finished bigint[];
   endings shiftwork.job_state[];
   places tid[];
+  parents bigint[];
   again bigint[];
+  resting bigint[];
   gone bigint;
   carried jsonb;
   outcome jsonb;
@@ -80,7 +82,7 @@ begin
     ), kept as (
       insert into shiftwork.history (
         id, state, priority, run_at, created_at, attempt, failures, resets, max_attempts, expires_at, claimed_at, started_at,
-        finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on)
+        finished_at, worker, claim, keep, unique_scope, task, queue, payload, unique_key, tags, result, error, forget_on, parent)
       select job.id, job.ending, job.priority, job.run_at, job.created_at, job.attempt,
              case when job.counts and job.ending <> 'completed' then least(job.failures + 1, 1000000000) else job.failures end,
              job.resets, job.max_attempts, job.expires_at, job.claimed_at, job.started_at, present, job.worker, job.claim,
@@ -93,12 +95,13 @@ begin
                   then shiftwork.forget_on(shiftwork.days_kept(job.keep, job.ending, job.queue), today)
                   when job.ending = 'completed' then usual.completed
                   when job.ending = 'failed' then usual.failed
-                  else usual.cancelled end
+                  else usual.cancelled end, job.parent
         from mine as job where job.ending is not null
-      returning history.id, history.state
+      returning history.id, history.state, history.parent
     )
-    select array_agg(kept.id), array_agg(kept.state), (select array_agg(mine.place) from mine where mine.ending is not null)
-      into finished, endings, places from kept;
+    select array_agg(kept.id), array_agg(kept.state), (select array_agg(mine.place) from mine where mine.ending is not null),
+           case when count(kept.parent) > 0 then array_agg(kept.parent) end
+      into finished, endings, places, parents from kept;
 
     if endings && '{failed,cancelled}' then
       insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
@@ -108,12 +111,43 @@ begin
        where job.id = any(finished) and told.counts and told.state <> 'completed'
       on conflict (job, attempt) do nothing;
     end if;
+    -- Those that run again, or wait for their children.
+    if coalesce(cardinality(finished), 0) < many then
+      with mine as (
+        select told.*, job.claimed_at, job.started_at
+          from (select * from shiftwork.told(request) where state in ('scheduled', 'waiting') order by id) as told
+          cross join lateral (
+            select held.claimed_at, held.started_at from shiftwork.jobs as held
+             where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
+               for update skip locked) as job
+      ), moved as (
+        update shiftwork.jobs as job
+           set state = mine.state::shiftwork.job_state, claim = null,
+               failures = least(job.failures + mine.counts::int, 1000000000),
+               run_at = case mine.state when 'waiting' then job.run_at else present + mine.wait end,
+               result = case mine.state when 'waiting' then mine.result end,
+               error = case mine.state when 'waiting' then null else coalesce(mine.error, job.error) end,
+               claimed_at = case mine.state when 'waiting' then job.claimed_at end,
+               started_at = case mine.state when 'waiting' then job.started_at end
+          from mine where job.id = mine.id
+        returning job.id, job.attempt, job.state, mine.error, mine.counts, mine.claimed_at, mine.started_at
+      ), noted as (
+        insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
+        select moved.id, moved.attempt, 'failed', true, coalesce(moved.error ->> 'code', 'FAILED'), coalesce(moved.error, '{}'),
+               holder, moved.claimed_at, moved.started_at, present
+          from moved where moved.counts
+        on conflict (job, attempt) do nothing
+      )
+      select array_agg(moved.id), array_agg(moved.id) filter (where moved.state = 'waiting') into again, resting from moved;
+    end if;
+
     if carrying then
-      select jsonb_agg(follower.value order by one.ordinality, follower.ordinality) into carried
+      select jsonb_agg(case when job.id = any(resting) and (follower.value ->> 'child')::boolean
+                            then follower.value || jsonb_build_object('parent', job.id) else follower.value end order by one.ordinality, follower.ordinality) into carried
         from jsonb_array_elements(request -> 'outcomes') with ordinality as one
         join shiftwork.jobs as job on job.id = (one.value ->> 'id')::bigint and job.attempt = (one.value ->> 'attempt')::int
              cross join lateral jsonb_array_elements(nullif(one.value -> 'jobs', 'null')) with ordinality as follower
-       where job.id = any(finished) and one.value ->> 'state' = 'completed';
+       where job.id = any(finished) and one.value ->> 'state' = 'completed' or job.id = any(resting);
     end if;
     delete from shiftwork.jobs as job where job.ctid = any(places);        -- nobody moves a row that we have locked
     get diagnostics gone = row_count;
@@ -126,32 +160,6 @@ begin
       delete from shiftwork.signals as signal where signal.job = any(finished);
     end if;
 
-    -- Those that run again.
-    if coalesce(cardinality(finished), 0) < many then
-      with mine as (
-        select told.*, job.claimed_at, job.started_at
-          from (select * from shiftwork.told(request) where state = 'scheduled' order by id) as told
-          cross join lateral (
-            select held.claimed_at, held.started_at from shiftwork.jobs as held
-             where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
-               for update skip locked) as job
-      ), moved as (
-        update shiftwork.jobs as job
-           set state = 'scheduled', run_at = present + mine.wait, error = coalesce(mine.error, job.error),
-               failures = least(job.failures + mine.counts::int, 1000000000),
-               claim = null, claimed_at = null, started_at = null
-          from mine where job.id = mine.id
-        returning job.id, job.attempt, mine.error, mine.counts, mine.claimed_at, mine.started_at
-      ), noted as (
-        insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
-        select moved.id, moved.attempt, 'failed', true, coalesce(moved.error ->> 'code', 'FAILED'), coalesce(moved.error, '{}'),
-               holder, moved.claimed_at, moved.started_at, present
-          from moved where moved.counts
-        on conflict (job, attempt) do nothing
-      )
-      select array_agg(moved.id) into again from moved;
-    end if;
-
     if limited then
       perform shiftwork.return_permits(finished || again);
     end if;
@@ -159,6 +167,12 @@ begin
     -- Last, since it may wait for others who enqueue the same keys; and the keys of those that ended are free by now.
     if carried is not null then
       perform shiftwork.enqueue_many(carried);
+    end if;
+    if parents is not null then
+      perform shiftwork.tell_parents(parents, finished, endings);
+    end if;
+    if resting is not null then
+      insert into shiftwork.child_ends (parent) select unnest(resting);      -- it may have no children after all
     end if;
   exception when others then
     if shiftwork.will_pass(sqlstate) then
@@ -194,8 +208,8 @@ begin
     select distinct told.id,
            case when told.id = any(again) then 'settled'
                 else shiftwork.unsettled_answer(holder, told.id, told.attempt, told.state) end,
-           case when told.id = any(again) then 'scheduled' end::shiftwork.job_state,
-           case when told.state in ('completed', 'failed', 'cancelled', 'scheduled') is not true
+           case when told.id = any(resting) then 'waiting' when told.id = any(again) then 'scheduled' end::shiftwork.job_state,
+           case when told.state in ('completed', 'failed', 'cancelled', 'scheduled', 'waiting') is not true
                 then format('"%s" is no way for an attempt to end', left(told.state, 100)) end
       from shiftwork.told(request) as told
      where told.id <> all(coalesce(finished, '{}'));
@@ -219,19 +233,22 @@ $$;
 create or replace function shiftwork.unsettled_answer(holder bigint, job bigint, attempt int, state text) returns text
 language sql stable as $$
   select case
-    when unsettled_answer.state not in ('completed', 'failed', 'cancelled', 'scheduled') or unsettled_answer.state is null
+    when unsettled_answer.state not in ('completed', 'failed', 'cancelled', 'scheduled', 'waiting') or unsettled_answer.state is null
       then 'refused'
     when exists (select from shiftwork.jobs as held where held.id = job and held.attempt = unsettled_answer.attempt
                     and held.worker = holder and held.state = 'running')
       then 'busy'
-    when (unsettled_answer.state = 'scheduled' and exists (
+    when exists (
             select from shiftwork.jobs as left_it where left_it.id = job and left_it.attempt = unsettled_answer.attempt
-               and left_it.worker = holder))
+               and left_it.worker = holder and (unsettled_answer.state = 'scheduled'
+                    or left_it.state = 'waiting' and unsettled_answer.state in ('waiting', 'completed')))
       or exists (
             select from shiftwork.history as ended where ended.id = job and ended.attempt = unsettled_answer.attempt
                and ended.worker = holder and ended.error ->> 'code' is distinct from 'WORKER_CRASHED'
                and (ended.state::text = unsettled_answer.state
-                    or (unsettled_answer.state = 'scheduled' and ended.state in ('failed', 'cancelled'))))
+                    or (unsettled_answer.state = 'scheduled' and ended.state in ('failed', 'cancelled'))
+                    or (unsettled_answer.state = 'waiting' and ended.state in ('completed', 'cancelled'))
+                    or (unsettled_answer.state in ('waiting', 'completed') and ended.error ->> 'code' = 'CHILD_FAILED')))
       or (unsettled_answer.state in ('failed', 'scheduled') and exists (
             select from shiftwork.attempts as noted where noted.job = unsettled_answer.job
                and noted.attempt = unsettled_answer.attempt and noted.worker = holder and noted.outcome = 'failed'))

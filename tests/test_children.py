@@ -1,0 +1,451 @@
+"""Jobs that wait for jobs which they spawned: nobody forgets them, whatever ends when."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import psycopg
+import pytest
+
+from shiftwork import App, Batch, Context, InvalidArgument, JobFailed, Retry, State, TableStore
+from shiftwork.events import JobBegan, JobEnded, JobStopped
+from shiftwork.job import NewJob
+from tests import process_app
+from tests.harness import Protocol
+from tests.test_conformance import TABLE
+from tests.workshop import Latch, Workshop
+
+AT_ONCE = Retry(max_attempts=2, delays=timedelta(), jitter=0)
+CHILD = {"task": "greet", "child": True}
+
+
+@pytest.fixture
+def app(dsn: str) -> Iterator[App]:
+    with App(dsn) as app:
+        yield app
+
+
+def family(protocol: Protocol, children: int = 2) -> tuple[int, int, list[list[int]]]:
+    """A parent that waits, a worker, and the children that it holds."""
+    worker, parent = protocol.register(lease=3600), protocol.enqueue()
+    [job] = protocol.claim(worker).jobs
+    jobs = [CHILD] * children
+    told = {"id": parent, "attempt": job["attempt"], "state": "waiting", "result": 7, "jobs": jobs}
+    assert protocol.settle(worker, told) == {parent: "settled"}
+    return parent, worker, protocol.claim(worker, want=children).held
+
+
+def completed(hold: list[int]) -> dict[str, Any]:
+    return {"id": hold[0], "attempt": hold[1], "state": "completed"}
+
+
+async def test_a_job_is_in_every_state_that_a_job_with_children_can_be_in(app: App) -> None:
+    # spec: ST-3
+    latch = Latch()
+
+    @app.task
+    async def leaf(number: int) -> int:
+        await latch.hold()
+        return number
+
+    @app.task
+    async def root(context: Context) -> str:
+        context.spawn(leaf.job(1), leaf.job(2))
+        return "all of it"
+
+    later = await root.using(delay=timedelta(hours=1)).aenqueue()
+    job = await root.aenqueue()
+    seen = [await later.astatus(), await job.astatus()]
+    async with Workshop(app) as shop:
+        await latch.reached(2)
+        seen.append((await shop.job(job)).state)
+        assert not shop.worker.holding.keys() & {job.id}, "who waits takes up no room"
+        latch.release()
+        assert await job.aresult(timeout=60) == "all of it"
+        children = await shop.rows(
+            "select id, state::text, parent from shiftwork.all_jobs where task = 'leaf'"
+        )
+    assert seen == [State.SCHEDULED, State.READY, State.WAITING]
+    assert await job.astatus() is State.COMPLETED
+    assert {(row["parent"], row["state"]) for row in children} == {(job.id, "completed")}
+    assert (await app.job(children[0]["id"]).ainfo()).parent == job.id
+
+
+def test_one_whose_engine_died_is_told_apart_and_runs_again(protocol: Protocol) -> None:
+    # spec: ST-3
+    parent, worker, held = family(protocol)
+    protocol.lapse(worker)
+    protocol.reap()
+    assert [row["outcome"] for row in protocol.rows("select outcome from {}.attempts")] == ["lost", "lost"]
+    assert [protocol.state(job) for job, _ in held] == ["ready", "ready"]
+    assert protocol.state(parent) == "waiting"
+    other = protocol.register()
+    protocol.complete(other, protocol.claim(other, want=2).jobs)
+    protocol.claim(other)
+    assert protocol.state(parent) == "completed"
+
+
+async def test_a_child_that_fails_fails_its_parent_and_troubles_no_sibling(app: App) -> None:
+    # spec: ST-3
+    latch = Latch()
+
+    @app.task(retry=Retry(max_attempts=1))
+    async def bad() -> None:
+        raise ValueError("it broke")
+
+    @app.task
+    async def good() -> None:
+        await latch.hold()
+
+    @app.task
+    async def root(context: Context) -> None:
+        context.spawn(good.job(), bad.job())
+
+    job = await root.aenqueue()
+    async with Workshop(app) as shop:
+        failing = await shop.event(JobEnded, task="bad")
+        await latch.reached()
+        await shop.found(
+            lambda: shop.value("select error is not null from shiftwork.jobs where id = %s", job.id)
+        )
+        assert await job.astatus() is State.WAITING
+        latch.release()
+        with pytest.raises(JobFailed, match=f"CHILD_FAILED.*job {failing.job}"):
+            await job.aresult(timeout=60)
+        assert [event.state for event in shop.seen(JobEnded, task="good")] == ["completed"]
+
+
+async def test_children_may_have_children_and_all_of_them_end_upwards(app: App) -> None:
+    @app.task
+    async def grow(context: Context, depth: int) -> int:
+        if depth:
+            context.spawn(grow.job(depth - 1), grow.job(depth - 1))
+        return depth
+
+    job = await grow.aenqueue(4)
+    async with Workshop(app, concurrency=4) as shop:
+        assert await job.aresult(timeout=60) == 4
+        ended = await shop.rows("select state::text, count(*) from shiftwork.all_jobs group by state")
+    assert ended == [{"state": "completed", "count": 31}]
+
+
+async def test_a_parent_that_failed_at_first_spawns_when_it_succeeds(app: App) -> None:
+    @app.task
+    async def leaf() -> None: ...
+
+    @app.task(retry=AT_ONCE)
+    async def root(context: Context) -> None:
+        context.spawn(leaf.job())
+        if context.job.failures == 0:
+            raise ValueError("not yet")
+
+    job = await root.aenqueue()
+    async with Workshop(app) as shop:
+        await job.aresult(timeout=60)
+        assert await shop.value("select count(*) from shiftwork.all_jobs where task = 'leaf'") == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "transactional", "transactional, plain", "finishing", "in a batch"]
+)
+async def test_a_handler_of_every_kind_may_have_children(app: App, kind: str) -> None:
+    latch = Latch()
+
+    @app.task
+    async def leaf() -> None:
+        await latch.hold()
+
+    @app.task(name="plain")
+    def plain(context: Context) -> int:
+        context.spawn(leaf.job())
+        return 5
+
+    @app.task(name="transactional", transaction=True)
+    async def transactional(context: Context, tx: psycopg.AsyncConnection[Any]) -> int:
+        await tx.execute("create table effects ()")
+        context.spawn(leaf.job())
+        return 5
+
+    @app.task(name="transactional, plain", transaction=True)
+    def blocking(context: Context, tx: psycopg.Connection[Any]) -> int:
+        tx.execute("create table effects ()")
+        context.spawn(leaf.job())
+        return 5
+
+    @app.task(name="finishing")
+    async def finishing(context: Context) -> int:
+        context.spawn(leaf.job())
+        async with context.finishing(5) as tx:
+            await tx.execute("create table effects ()")
+        return 5
+
+    @app.task(name="in a batch", batch=10)
+    async def together(numbers: Batch[int]) -> list[int]:
+        for job in numbers:
+            job.context.spawn(leaf.job())
+        return numbers.arguments
+
+    job = app.job((await app.aenqueue_many([app.tasks[kind].job(*[5] * (kind == "in a batch"))]))[0].id)
+    async with Workshop(app) as shop:
+        await latch.reached()
+        assert (await shop.job(job)).state is State.WAITING
+        if kind not in ("plain", "in a batch"):
+            assert await shop.value("select to_regclass('effects')") == "effects"
+        latch.release()
+        assert await job.aresult(timeout=60) == 5
+
+
+async def test_one_in_a_process_of_its_own_may_too(dsn: str) -> None:
+    settings = process_app.app.settings
+    process_app.app.settings = dataclasses.replace(settings, dsn=dsn)
+    try:
+        job = await process_app.spawn_two.aenqueue()
+        async with Workshop(process_app.app, process_slots=2) as shop:
+            assert await job.aresult(timeout=60) != os.getpid()
+            assert [event.state for event in shop.seen(JobEnded, job=job)] == ["waiting"]
+    finally:
+        process_app.app.close()
+        process_app.app.settings = settings
+
+
+SQL_FAMILY = """
+create function public.leaf(payload jsonb) returns jsonb language sql as $$ select payload $$;
+create procedure public.root(payload jsonb) language plpgsql as $$
+begin
+  perform shiftwork.spawn('leaf', jsonb_build_object('number', number), '{"priority": 1}') from generate_series(1, 3) as number;
+end $$;
+create procedure public.committing(payload jsonb) language plpgsql as $$
+begin
+  perform shiftwork.spawn('leaf');
+end $$;
+select shiftwork.register_task('leaf', handler => 'public.leaf(jsonb)');
+select shiftwork.register_task('root', handler => 'public.root(jsonb)');
+select shiftwork.register_task('committing', handler => 'public.committing(jsonb)', commits => true,
+                               retry => '{"max_attempts": 1}');
+"""
+
+
+async def test_a_handler_in_the_database_may_too(app: App, protocol: Protocol) -> None:
+    # spec: ST-3
+    protocol.connection.execute(SQL_FAMILY.encode())
+    app.sql_task("root", handler="public.root(jsonb)")
+    job, refused = protocol.enqueue("root"), protocol.enqueue("committing")
+    async with Workshop(app) as shop:
+        await app.job(job).aresult(timeout=60)
+        assert [event.state for event in shop.seen(JobEnded, job=job)] == ["waiting"]
+        with pytest.raises(JobFailed, match="does not commit by itself"):
+            await app.job(refused).aresult(timeout=60)
+    leaves = protocol.rows("select parent, priority, state::text from {}.all_jobs where task = 'leaf'")
+    assert leaves == [{"parent": job, "priority": 1, "state": "completed"}] * 3
+
+
+def test_a_session_works_off_a_family_in_one_transaction_that_is_undone(protocol: Protocol) -> None:
+    # spec: ST-29
+    protocol.connection.execute(SQL_FAMILY.encode())
+    with protocol.connection.transaction(force_rollback=True):
+        job = protocol.enqueue("root")
+        protocol.connection.execute("call shiftwork.process_jobs()")
+        assert protocol.state(job) == "completed"
+        assert protocol.value("select count(*) from {}.history") == 4
+    assert protocol.rows("select 1 from {}.all_jobs") == []
+
+
+def test_children_are_made_by_handlers_alone(protocol: Protocol, dsn: str) -> None:
+    with pytest.raises(psycopg.Error, match="handler of a job") as refused:
+        protocol.rows("select shiftwork.spawn('leaf')")
+    assert refused.value.sqlstate == "SW001"
+
+
+async def test_rows_of_a_table_have_no_children(dsn: str, connection: psycopg.Connection[Any]) -> None:
+    connection.execute(TABLE)
+    store = TableStore("example_jobs", dsn=dsn)
+    told: list[str] = []
+
+    @store.handler
+    async def handle(record: Any, context: Context) -> None:
+        try:
+            context.spawn(NewJob(task="leaf", payload=msgspec.Raw(b"{}")))
+        except InvalidArgument as error:
+            told.append(str(error))
+
+    connection.execute("insert into example_jobs (repository_id) values (1)")
+    async with Workshop(store) as shop:
+        await shop.event(JobEnded)
+    assert "nothing can be enqueued" in told[0]
+
+
+def test_two_last_children_that_end_at_once_do_not_miss_each_other(dsn: str, protocol: Protocol) -> None:
+    # spec: ST-18
+    parent, worker, [first, second] = family(protocol)
+    with (
+        psycopg.connect(dsn) as one,
+        psycopg.connect(dsn) as other,
+    ):
+        for connection, hold in ((one, first), (other, second)):
+            assert Protocol(connection).settle(worker, completed(hold)) == {hold[0]: "settled"}
+            assert Protocol(connection).rows("select * from {}.gather()") == [], "it sees the other alive"
+    assert protocol.rows("select * from {}.gather()") == [{"id": parent, "answer": "completed"}]
+    assert protocol.rows("select * from {}.child_ends") == []
+
+
+def test_a_parent_that_somebody_has_locked_is_not_waited_for_and_not_forgotten(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: ST-18
+    parent, worker, held = family(protocol)
+    protocol.settle(worker, *map(completed, held))
+    with psycopg.connect(dsn) as other:
+        other.execute("select 1 from shiftwork.jobs where id = %s for update", (parent,))
+        claimed = protocol.claim(worker)
+        assert protocol.state(parent) == "waiting"
+        assert 0 < claimed.report["next_due_in"] <= 0.1
+    protocol.claim(worker)
+    assert protocol.state(parent) == "completed"
+
+
+def test_a_worker_that_is_too_busy_to_claim_ends_parents_with_its_heartbeat(protocol: Protocol) -> None:
+    parent, worker, held = family(protocol)
+    protocol.settle(worker, *map(completed, held))
+    protocol.heartbeat(worker, state={})
+    assert protocol.state(parent) == "completed"
+
+
+def test_who_has_children_that_were_there_already_does_not_wait_for_them(protocol: Protocol) -> None:
+    worker = protocol.register()
+    twin, parent = protocol.enqueue(unique_key="k", delay=60), protocol.enqueue()
+    [job] = protocol.claim(worker).jobs
+    told = {
+        "id": parent,
+        "attempt": job["attempt"],
+        "state": "waiting",
+        "jobs": [CHILD | {"unique_key": "k"}],
+    }
+    assert protocol.settle(worker, told) == {parent: "settled"}
+    protocol.claim(worker)
+    assert (protocol.state(parent), protocol.state(twin)) == ("completed", "scheduled")
+    assert protocol.live(twin)["parent"] is None
+
+
+def test_an_outcome_whose_answer_was_lost_may_be_told_again(protocol: Protocol) -> None:
+    # spec: D-16
+    worker = protocol.register()
+    parents = [protocol.enqueue(), protocol.enqueue()]
+    jobs = protocol.claim(worker, want=2).jobs
+    told = [{"id": job["id"], "attempt": job["attempt"], "state": "waiting", "jobs": [CHILD]} for job in jobs]
+    protocol.settle(worker, *told)
+    again = [outcome | {"state": "completed"} for outcome in told]
+    assert set(protocol.settle(worker, *told).values()) == {"already"}
+    assert set(protocol.settle(worker, *again).values()) == {"already"}
+    assert protocol.value("select count(*) from {}.jobs where parent is not null") == 2
+    good, bad = protocol.claim(worker, want=2).held
+    protocol.settle(worker, completed(good), completed(bad) | {"state": "failed", "error": {"code": "BAD"}})
+    protocol.claim(worker)
+    assert sorted(map(protocol.state, parents)) == ["completed", "failed"]
+    assert set(protocol.settle(worker, *told).values()) == {"already"}
+    assert set(protocol.settle(worker, *again).values()) == {"already"}
+    stale = [outcome | {"attempt": 9} for outcome in told]
+    assert set(protocol.settle(worker, *stale).values()) == {"lost"}
+
+
+async def test_with_a_parent_its_children_are_cancelled(app: App) -> None:
+    latch = Latch()
+
+    @app.task
+    async def leaf(number: int) -> None:
+        await latch.hold()
+
+    @app.task
+    async def middle(context: Context) -> None:
+        context.spawn(leaf.job(0))
+
+    @app.task
+    async def root(context: Context) -> None:
+        context.spawn(middle.job(), *(leaf.using(delay=timedelta(hours=1)).job(n) for n in (1, 2)))
+
+    job = await root.aenqueue()
+    async with Workshop(app) as shop:
+        await latch.reached()
+        assert await job.acancel() == "cancelled"
+        assert (
+            await shop.event(JobStopped, task="leaf")
+        ).reason == "the job that waited for it was cancelled"
+        await shop.event(JobEnded, task="leaf", state="cancelled")
+        ended = await shop.rows("select task, state::text from shiftwork.all_jobs order by id")
+    assert {row["state"] for row in ended} == {"cancelled"}
+    assert len(ended) == 5
+
+
+def test_one_that_was_to_be_cancelled_while_its_handler_returned_is_cancelled_with_its_children(
+    protocol: Protocol,
+) -> None:
+    worker, parent = protocol.register(), protocol.enqueue()
+    [job] = protocol.claim(worker).jobs
+    assert protocol.cancel(parent) == {parent: "signalled"}
+    told = {"id": parent, "attempt": job["attempt"], "state": "waiting", "jobs": [CHILD, CHILD]}
+    protocol.settle(worker, told)
+    protocol.expire()
+    states = protocol.rows("select state::text, count(*) from {}.all_jobs group by state")
+    assert states == [{"state": "cancelled", "count": 3}]
+
+
+def test_a_parent_that_cannot_be_moved_stops_nobody_and_is_looked_at_again(protocol: Protocol) -> None:
+    # spec: D-16
+    (stuck, worker, held), (other, _, more) = family(protocol), family(protocol)
+    protocol.connection.execute(
+        "create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no'; end $$;"
+        f"create trigger refuse before insert on shiftwork.history for each row when (new.id = {stuck})"
+        " execute function refuse()".encode()
+    )
+    protocol.settle(worker, *map(completed, held))
+    protocol.rows("select 1 from {}.jobs")
+    holder = protocol.value("select worker from {}.jobs where id = %s", more[0][0])
+    protocol.settle(holder, *map(completed, more))
+    protocol.claim(worker)
+    assert (protocol.state(stuck), protocol.state(other)) == ("waiting", "completed")
+    protocol.connection.execute("drop trigger refuse on shiftwork.history")
+    protocol.claim(worker)
+    assert protocol.state(stuck) == "waiting"
+    protocol.rows("update {}.child_ends set at = at - interval '1 minute'")
+    protocol.claim(worker)
+    assert protocol.state(stuck) == "completed"
+
+
+def test_a_parent_that_is_completed_by_somebody_leaves_its_children_alone(protocol: Protocol) -> None:
+    parent, worker, held = family(protocol)
+    assert protocol.value("select {}.complete(%s, '1')", parent) == "completed"
+    protocol.settle(worker, *map(completed, held))
+    protocol.claim(worker)
+    assert protocol.rows("select * from {}.child_ends") == []
+    assert {protocol.state(job) for job, _ in held} == {"completed"}
+
+
+def test_a_parent_that_is_revived_also_waits_for_children_of_its_former_life(protocol: Protocol) -> None:
+    parent, worker, [first, second] = family(protocol)
+    protocol.rows("select {}.complete(%s)", parent)
+    protocol.settle(worker, completed(first))
+    protocol.revive(parent)
+    [job] = protocol.claim(worker).jobs
+    told = {"id": parent, "attempt": job["attempt"], "state": "waiting", "jobs": [CHILD]}
+    protocol.settle(worker, told)
+    [child] = protocol.claim(worker).held
+    protocol.settle(worker, completed(child))
+    protocol.claim(worker)
+    assert protocol.state(parent) == "waiting"
+    protocol.settle(worker, completed(second))
+    protocol.claim(worker)
+    assert protocol.state(parent) == "completed"
+
+
+async def test_whoever_sleeps_is_woken_by_the_end_of_the_last_child(app: App, protocol: Protocol) -> None:
+    parent, worker, held = family(protocol)
+    app.task(name="another")(lambda: None)
+    async with Workshop(app) as shop:
+        await shop.asleep()
+        protocol.settle(worker, *map(completed, held))
+        assert await app.job(parent).aresult(timeout=60) == 7
+        assert shop.seen(JobBegan) == []
