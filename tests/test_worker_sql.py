@@ -321,7 +321,7 @@ async def test_one_that_commits_tells_how_far_it_is_and_leaves_nothing_of_its_se
             await shop.ended(former)
             looks.append(stats.enqueue("look"))
             await shop.ended(looks[-1])
-    assert [stats.job(one)["result"] for one in looks] == [[usual, f"{one} 1 t"] for one in looks]
+    assert [stats.job(one)["result"] for one in looks] == [[usual, f"{one} 1 t commits"] for one in looks]
 
 
 async def test_one_that_commits_may_have_any_name(stats: Protocol, app: App) -> None:
