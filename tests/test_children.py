@@ -16,6 +16,7 @@ from shiftwork import App, Batch, Context, InvalidArgument, JobFailed, Retry, St
 from shiftwork.events import JobBegan, JobEnded, JobStopped
 from shiftwork.job import NewJob
 from tests import process_app
+from tests.concurrency import elsewhere, in_thread, waiting_for_lock
 from tests.harness import Protocol
 from tests.test_conformance import TABLE
 from tests.workshop import Latch, Workshop
@@ -150,6 +151,22 @@ async def test_a_parent_that_failed_at_first_spawns_when_it_succeeds(app: App) -
         assert await shop.value("select count(*) from shiftwork.all_jobs where task = 'leaf'") == 1
 
 
+async def test_to_spawn_nothing_changes_nothing(app: App) -> None:
+    @app.task
+    async def other() -> None: ...
+
+    @app.task
+    async def root(context: Context) -> None:
+        context.enqueue(other.job())
+        context.spawn()
+
+    job = await root.aenqueue()
+    async with Workshop(app) as shop:
+        await job.aresult(timeout=60)
+        assert [event.state for event in shop.seen(JobEnded, job=job)] == ["completed"]
+        assert await shop.value("select count(*) from shiftwork.all_jobs where task = 'other'") == 1
+
+
 @pytest.mark.parametrize(
     "kind", ["plain", "transactional", "transactional, plain", "finishing", "in a batch"]
 )
@@ -255,6 +272,50 @@ def test_a_session_works_off_a_family_in_one_transaction_that_is_undone(protocol
     assert protocol.rows("select 1 from {}.all_jobs") == []
 
 
+def test_what_a_handler_undoes_it_has_not_spawned(protocol: Protocol) -> None:
+    protocol.connection.execute(
+        b"""
+        create procedure public.careful(payload jsonb) language plpgsql set work_mem = '8MB' as $$
+        begin
+          begin
+            perform shiftwork.spawn('leaf', options => '{"tags": ["undone"]}');
+            raise exception 'no';
+          exception when others then null;
+          end;
+          if payload ? 'again' then
+            perform shiftwork.spawn('leaf', null, null);
+          end if;
+          begin
+            perform shiftwork.spawn('leaf', options => '{"tags": ["undone"]}');
+            raise exception 'no';
+          exception when others then null;
+          end;
+        end $$;
+        select shiftwork.register_task('careful', handler => 'public.careful(jsonb)')"""
+    )
+    none, one = protocol.enqueue("careful"), protocol.enqueue("careful", {"again": True})
+    protocol.connection.execute("call shiftwork.process_jobs()")
+    assert (protocol.state(none), protocol.state(one)) == ("completed", "waiting")
+    [child] = protocol.rows("select parent, tags from {}.jobs where task = 'leaf'")
+    assert child == {"parent": one, "tags": []}
+
+
+def test_a_hook_spawns_nothing_since_it_is_not_undone_with_the_handler(protocol: Protocol) -> None:
+    protocol.connection.execute(
+        b"""
+        create procedure public.broken(payload jsonb) language plpgsql as $$ begin raise exception 'no'; end $$;
+        create procedure public.hook(payload jsonb) language plpgsql as $$ begin perform shiftwork.spawn('leaf'); end $$;
+        select shiftwork.register_task('broken', handler => 'public.broken(jsonb)',
+                                       before => 'public.hook(jsonb)', after => 'public.hook(jsonb)')"""
+    )
+    protocol.enqueue("broken")
+    protocol.connection.execute("call shiftwork.process_jobs()")
+    assert protocol.rows("select 1 from {}.jobs where task = 'leaf'") == []
+    told = [row["message"] for row in protocol.rows("select message from {}.logs")]
+    assert len(told) == 2
+    assert all("not by its hooks" in message for message in told)
+
+
 def test_children_are_made_by_handlers_alone(protocol: Protocol, dsn: str) -> None:
     with pytest.raises(psycopg.Error, match="handler of a job") as refused:
         protocol.rows("select shiftwork.spawn('leaf')")
@@ -306,6 +367,33 @@ def test_a_parent_that_somebody_has_locked_is_not_waited_for_and_not_forgotten(
         assert 0 < claimed.report["next_due_in"] <= 0.1
     protocol.claim(worker)
     assert protocol.state(parent) == "completed"
+
+
+def test_a_parent_that_somebody_has_locked_keeps_no_other_from_ending_however_many_children_it_has(
+    protocol: Protocol, dsn: str
+) -> None:
+    (locked, worker, held), (other, _, [only]) = family(protocol, 6), family(protocol, 1)
+    holder = protocol.live(only[0])["worker"]
+    with psycopg.connect(dsn) as somebody:
+        somebody.execute("select 1 from shiftwork.jobs where id = %s for update", (locked,))
+        for hold in held:
+            protocol.settle(worker, completed(hold))
+        protocol.settle(holder, completed(only))
+        for _ in range(3):
+            protocol.rows("select * from {}.gather(3)")
+        assert protocol.state(other) == "completed"
+        notes = protocol.rows("select * from {}.child_ends where parent = %s", locked)
+        assert 0 < len(notes) < len(held), "one note says as much as many"
+        next_look = protocol.claim(worker).report["next_due_in"]
+        assert 0 < next_look <= 0.1, "and nobody sleeps over it"
+    protocol.rows("update {}.child_ends set at = at - interval '1 minute'")
+    assert protocol.rows("select * from {}.gather(3)") == [{"id": locked, "answer": "completed"}]
+
+
+def test_one_look_ends_no_more_than_it_was_asked_to(protocol: Protocol) -> None:
+    for _, worker, [only] in [family(protocol, 1) for _ in range(5)]:
+        protocol.settle(worker, completed(only))
+    assert [len(protocol.rows("select * from {}.gather(2)")) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def test_a_worker_that_is_too_busy_to_claim_ends_parents_with_its_heartbeat(protocol: Protocol) -> None:
@@ -439,6 +527,42 @@ def test_a_parent_that_is_revived_also_waits_for_children_of_its_former_life(pro
     protocol.settle(worker, completed(second))
     protocol.claim(worker)
     assert protocol.state(parent) == "completed"
+
+
+def test_a_child_that_failed_and_is_revived_is_waited_for_and_its_parent_fails_all_the_same(
+    protocol: Protocol,
+) -> None:
+    parent, worker, [first, second] = family(protocol)
+    protocol.settle(worker, completed(first) | {"state": "failed", "error": {"code": "BAD"}})
+    protocol.claim(worker)
+    protocol.revive(first[0])
+    [again] = protocol.claim(worker).held
+    protocol.settle(worker, completed(second))
+    protocol.claim(worker)
+    assert protocol.state(parent) == "waiting"
+    protocol.settle(worker, completed(again))
+    protocol.claim(worker)
+    assert protocol.state(parent) == "failed"
+
+
+def test_who_cancels_a_family_and_who_cancels_some_of_it_do_not_wait_for_each_other_in_a_circle(
+    protocol: Protocol, dsn: str
+) -> None:
+    parent, worker, [first, *_] = family(protocol, 1)
+    spawning = {"id": first[0], "attempt": first[1], "state": "waiting", "jobs": [CHILD | {"delay": 60}]}
+    protocol.settle(worker, spawning)
+    grandchild = protocol.value("select id from {}.jobs where parent = %s", first[0])
+    youngest = protocol.enqueue(delay=60)
+    protocol.rows("update {}.jobs set parent = %s where id = %s", parent, youngest)
+    asking = "insert into shiftwork.signals (job, actor) values (%s, 'me') on conflict (job) do nothing"
+    with elsewhere(dsn) as one, psycopg.connect(dsn) as other:
+        other.execute(asking, (grandchild,))
+        cancelling = in_thread(one.cancel, parent)
+        waiting_for_lock(protocol.connection, one.connection)
+        other.execute(asking, (youngest,))
+        other.rollback()
+        assert cancelling.result(30) == {parent: "cancelled"}
+    assert protocol.rows("select 1 from {}.jobs") == []
 
 
 async def test_whoever_sleeps_is_woken_by_the_end_of_the_last_child(app: App, protocol: Protocol) -> None:

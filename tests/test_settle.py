@@ -171,3 +171,24 @@ def test_a_settle_that_was_installed_without_problems_is_made_anew(protocol: Pro
     worker = protocol.register()
     [job] = claimed(protocol, worker, 1)
     assert answered(protocol, worker, done(job)) == {job["id"]: ("settled", None)}
+
+
+def test_a_retry_that_comes_too_late_is_written_in_one_go_with_another_that_does_not(
+    protocol: Protocol,
+) -> None:
+    worker = protocol.register()
+    late, again = protocol.enqueue(expires_in=100), protocol.enqueue()
+    held = protocol.claim(worker, want=2).held
+    protocol.connection.execute(
+        b"create sequence public.writes;"
+        b"create function public.count_it() returns trigger language plpgsql as"
+        b" $$ begin perform nextval('public.writes'); return new; end $$;"
+        b"create trigger count_it before insert on shiftwork.history for each row execute function public.count_it()"
+    )
+    told = [
+        {"id": job, "attempt": attempt, "state": "scheduled", "delay": 1000, "error": ERROR}
+        for job, attempt in held
+    ]
+    assert set(protocol.settle(worker, *told).values()) == {"settled"}
+    assert (protocol.state(late), protocol.state(again)) == ("failed", "scheduled")
+    assert protocol.value("select last_value from public.writes") == 1, "the batch was taken apart"

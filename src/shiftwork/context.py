@@ -143,9 +143,10 @@ class Context:
 
         Until then it is `waiting`, and takes up no room. If one of them does not complete, this one fails.
         """
+        others = len(self._run.jobs or ())
         self.enqueue(*jobs)
         assert self._run.jobs is not None  # noqa: S101
-        self._run.jobs[-len(jobs) :] = [msgspec.structs.replace(job, child=True) for job in jobs]
+        self._run.jobs[others:] = [msgspec.structs.replace(job, child=True) for job in jobs]
 
     @overload
     def fence(self, connection: AsyncConnection[Any]) -> Awaitable[None]: ...

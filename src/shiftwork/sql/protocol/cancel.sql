@@ -17,35 +17,56 @@ begin
     from unnest(ids) as one;
 end $$;
 
--- Cancel jobs, and the children of those that waited for some. Says which have ended, and to which a signal was sent.
+-- Cancel jobs, and whoever those that wait are waiting for. Says which have ended, and to which a signal was sent.
 create or replace function shiftwork.cancel_jobs(ids bigint[], reason text, actor text, out free bigint[], out held bigint[])
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  family constant bigint[] := array(
+    with recursive kin as (
+      select one as id from unnest(ids) as one where one is not null
+      union
+      select child.id from kin
+        join shiftwork.jobs as parent on parent.id = kin.id and parent.state <> 'running'
+        join shiftwork.jobs as child on child.parent = parent.id
+    )
+    select kin.id from kin);
+  has_kin constant boolean := cardinality(family) > (select count(distinct one) from unnest(ids) as one);
+  inherited constant text := coalesce(reason, 'the job that waited for it was cancelled');
+  born bigint[];
 begin
   -- Everyone asks first, in the order of ids: who cancels the same jobs waits here, and holds nothing yet that another needs.
   insert into shiftwork.signals (job, reason, actor)
-  select job.id, cancel_jobs.reason, coalesce(cancel_jobs.actor, session_user)
-    from shiftwork.jobs as job where job.id = any(ids) order by job.id
+  select job.id, case when has_kin and job.id <> all(ids) then inherited else cancel_jobs.reason end,
+         coalesce(cancel_jobs.actor, session_user)
+    from shiftwork.jobs as job where job.id = any(family) order by job.id
   on conflict (job) do nothing;
   free := array(
     select job.id from shiftwork.jobs as job
-     where job.id = any(ids) and job.state <> 'running' order by job.id for update skip locked);
+     where job.id = any(family) and job.state <> 'running' order by job.id for update skip locked);
   if cardinality(free) > 0 then
-    free := shiftwork.finish(free, 'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')));
-    perform shiftwork.cancel_children(free, reason, actor);
+    free := shiftwork.finish(
+              case when has_kin then array(select unnest(free) intersect select unnest(ids)) else free end,
+              'cancelled', shiftwork.failure('TASK_CANCELLED', coalesce(reason, 'cancelled')))
+         || case when has_kin then shiftwork.finish(array(select unnest(free) except select unnest(ids)),
+                                                    'cancelled', shiftwork.failure('TASK_CANCELLED', inherited)) end;
+    born := array(select child.id from shiftwork.jobs as child where child.parent = any(free) and child.id <> all(family));
+    if cardinality(born) > 0 then                       -- meanwhile
+      perform shiftwork.cancel_jobs(born, inherited, actor);
+    end if;
   end if;
   -- What is left is running, or just being moved by someone, or cannot be moved now: the signal outlasts that.
   held := array(select signal.job from shiftwork.signals as signal
-                 where signal.job = any(ids) and exists (select from shiftwork.jobs as job where job.id = signal.job));
+                 where signal.job = any(family) and exists (select from shiftwork.jobs as job where job.id = signal.job));
   -- One that finished while we waited for somebody is not to be cancelled in a later life.
   delete from shiftwork.signals as signal where signal.job = any(array(
-    select late.job from shiftwork.signals as late where late.job = any(ids) and late.job <> all(held) for update skip locked));
+    select late.job from shiftwork.signals as late where late.job = any(family) and late.job <> all(held) for update skip locked));
   if cardinality(held) > 0 and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_cancel', one::text) from unnest(held) as one;
   end if;
 end $$;
 
--- Cancel the children of jobs that were cancelled. A child is younger than its parent, so that is still in the order of ids.
+-- Cancel the children of jobs that were cancelled.
 create or replace function shiftwork.cancel_children(parents bigint[], reason text, actor text) returns void
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off set enable_seqscan = off as $$
 declare

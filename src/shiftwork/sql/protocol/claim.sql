@@ -306,8 +306,8 @@ begin
       (select job.run_at from shiftwork.jobs as job
         where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(reached) order by job.run_at limit 1),
       (select min(pause.until) from shiftwork.pauses as pause where pause.until > present),
-      case when asked.owing then (                     -- somebody is just at a parent, or one could not be moved
-        select greatest(owed.at, present + interval '0.1 seconds') from shiftwork.child_ends as owed order by owed.at limit 1) end) - present));
+      (select greatest(owed.at, present + interval '0.1 seconds')              -- somebody is just at a parent, or one could not be moved
+         from shiftwork.child_ends as owed order by owed.at limit 1)) - present));
   end if;
   if special then
     if asked.limited and taken > 0 then

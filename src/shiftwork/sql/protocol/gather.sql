@@ -20,13 +20,14 @@ begin
   end if;
 end $$;
 
--- End the parents whose children have all ended, as far as there are notes. Nobody is waited for: a parent that somebody else
--- has locked keeps its notes. Says who has ended, and how.
+-- End the parents whose children have all ended, as far as there are notes, of which it reads so many at most. Nobody is waited for:
+-- a parent that somebody else has locked is looked at later. Says who has ended, and how.
 create or replace function shiftwork.gather(most int default 1000) returns table (id bigint, answer text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
+  left_over int := most;
   notes tid[];
   named bigint[];
   mine bigint[];
@@ -38,7 +39,7 @@ begin
   loop
     select array_agg(note.place), array_agg(distinct note.parent) into notes, named from (
       select owed.ctid as place, owed.parent from shiftwork.child_ends as owed where owed.at <= shiftwork.clock()
-       order by owed.at limit most for update skip locked) as note;
+       order by owed.at limit left_over for update skip locked) as note;
     exit when notes is null;
     mine := array(
       select job.id from shiftwork.jobs as job
@@ -52,7 +53,14 @@ begin
              where owed.ctid = any(notes) and owed.parent = any(mine) and owed.failure is not null
              order by owed.parent, owed.at) as told
      where job.id = told.parent and job.error is null;
-    delete from shiftwork.child_ends as owed where owed.ctid = any(notes) and owed.parent <> all(busy);
+    -- The notes of one that somebody has locked become one, and make room for others if there may be more of them.
+    with read as (
+      delete from shiftwork.child_ends as owed where owed.ctid = any(notes) returning owed.at, owed.parent, owed.failure
+    )
+    insert into shiftwork.child_ends (at, parent, failure)
+    select case when cardinality(notes) < left_over then min(read.at) else shiftwork.clock() + interval '0.1 seconds' end, read.parent,
+           (array_agg(read.failure order by read.at) filter (where read.failure is not null))[1]
+      from read where read.parent = any(busy) group by read.parent;
 
     done := array(
       select job.id from shiftwork.jobs as job
@@ -71,7 +79,8 @@ begin
     -- One that cannot be moved now, which was told, is looked at again.
     insert into shiftwork.child_ends (at, parent)
     select shiftwork.clock() + interval '1 minute', each from unnest(done) as each where each <> all(ended);
-    exit when cardinality(ended) = 0;                     -- else those may have parents themselves
+    left_over := left_over - cardinality(notes);
+    exit when cardinality(ended) = 0 or left_over <= 0;   -- else those may have parents themselves
   end loop;
 end $$;
 
@@ -92,10 +101,10 @@ declare
   running constant text[] := string_to_array(nullif(current_setting('shiftwork.job', true), ''), ' ');
 begin
   if running is null or running[4] is not null then
-    raise exception using errcode = 'SW001', message = 'a child can only be made by the handler of a job that does not commit by itself',
+    raise exception using errcode = 'SW001', message = 'a child can only be made by the handler of a job that does not commit by itself, and not by its hooks',
       hint = 'Anywhere else there is shiftwork.enqueue.';
   end if;
   select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(
-    options || jsonb_build_object('task', task, 'payload', payload, 'parent', running[1]::bigint))) as made;
+    coalesce(options, '{}') || jsonb_build_object('task', task, 'payload', payload, 'parent', running[1]::bigint))) as made;
   perform set_config('shiftwork.spawned', running[1], true);
 end $$;

@@ -204,8 +204,9 @@ begin
     state := 'cancelled';
     return;
   end if;
-  perform set_config('shiftwork.job', format('%s %s %s', job, attempt, live), true);
+  perform set_config('shiftwork.job', format('%s %s %s hook', job, attempt, live), true);
   perform shiftwork.run_hook(held.before, job, attempt, held.payload, path);
+  perform set_config('shiftwork.job', format('%s %s %s', job, attempt, live), true);
   loop
     code := null;
     begin
@@ -219,6 +220,7 @@ begin
     perform pg_sleep(0.1 * 2 ^ least(repeated, 10) + 0.05 * random());
     repeated := repeated + 1;
   end loop;
+  perform set_config('shiftwork.job', format('%s %s %s hook', job, attempt, live), true);
   perform shiftwork.run_hook(held.after, job, attempt, held.payload, path);
   perform set_config('shiftwork.job', '', true);
 

@@ -115,7 +115,8 @@ begin
     if coalesce(cardinality(finished), 0) < many then
       with mine as (
         select told.*, job.claimed_at, job.started_at
-          from (select * from shiftwork.told(request) where state in ('scheduled', 'waiting') order by id) as told
+          from (select * from shiftwork.told(request)
+                 where state in ('scheduled', 'waiting') and id <> all(coalesce(finished, '{}')) order by id) as told
           cross join lateral (
             select held.claimed_at, held.started_at from shiftwork.jobs as held
              where held.id = told.id and held.attempt = told.attempt and held.worker = holder and (held.state = 'running') is true
