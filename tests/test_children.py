@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -119,6 +120,38 @@ async def test_a_child_that_fails_fails_its_parent_and_troubles_no_sibling(app: 
         with pytest.raises(JobFailed, match=f"CHILD_FAILED.*job {failing.job}"):
             await job.aresult(timeout=60)
         assert [event.state for event in shop.seen(JobEnded, task="good")] == ["completed"]
+
+
+@pytest.mark.parametrize("ending", ["failed", "cancelled", "expired"])
+def test_however_a_child_does_not_complete_its_parent_fails_and_names_it(
+    protocol: Protocol, ending: str
+) -> None:
+    worker, parent = protocol.register(lease=3600), protocol.enqueue()
+    protocol.claim(worker)
+    late = CHILD | {"expires_in": 60, "delay": 30}
+    told = {"id": parent, "attempt": 1, "state": "waiting", "result": 7, "jobs": [CHILD, late]}
+    protocol.settle(worker, told)
+    [good] = protocol.claim(worker).held
+    protocol.settle(worker, completed(good))
+    bad = protocol.value("select id from {}.jobs where parent = %s", parent)
+    if ending == "failed":
+        protocol.run_now(bad)
+        [hold] = protocol.claim(worker).held
+        protocol.settle(
+            worker, completed(hold) | {"state": "scheduled", "delay": 0, "error": {"code": "BAD"}}
+        )
+        [hold] = protocol.claim(worker).held
+        assert protocol.state(parent) == "waiting", "a retry is the child's own affair"
+        protocol.settle(worker, completed(hold) | {"state": "failed", "error": {"code": "BAD"}})
+    elif ending == "cancelled":
+        protocol.cancel(bad)
+    else:
+        protocol.shift_clock(timedelta(seconds=61))
+        protocol.expire()
+    protocol.claim(worker)
+    ended = protocol.job(parent)
+    message = f"job {bad}, for which it waited, is {ending}"
+    assert (ended["state"], ended["error"]) == ("failed", {"code": "CHILD_FAILED", "message": message})
 
 
 async def test_children_may_have_children_and_all_of_them_end_upwards(app: App) -> None:
@@ -272,6 +305,17 @@ def test_a_session_works_off_a_family_in_one_transaction_that_is_undone(protocol
     assert protocol.rows("select 1 from {}.all_jobs") == []
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_session_that_has_done_its_share_leaves_no_parent_whose_children_have_ended(
+    protocol: Protocol, inside: bool
+) -> None:
+    protocol.connection.execute(SQL_FAMILY.encode())
+    job = protocol.enqueue("root")
+    with protocol.connection.transaction() if inside else nullcontext():
+        protocol.connection.execute("call shiftwork.process_jobs(batch => 4)")
+    assert protocol.state(job) == "completed"
+
+
 def test_what_a_handler_undoes_it_has_not_spawned(protocol: Protocol) -> None:
     protocol.connection.execute(
         b"""
@@ -320,6 +364,13 @@ def test_children_are_made_by_handlers_alone(protocol: Protocol, dsn: str) -> No
     with pytest.raises(psycopg.Error, match="handler of a job") as refused:
         protocol.rows("select shiftwork.spawn('leaf')")
     assert refused.value.sqlstate == "SW001"
+
+
+def test_who_enqueues_cannot_make_somebody_else_wait(protocol: Protocol) -> None:
+    parent, _, _ = family(protocol)
+    claimed = {"task": "leaf", "parent": parent, "child": True}
+    made = protocol.enqueue_many([claimed, claimed | {"unique_key": "k"}])
+    assert [protocol.live(job["id"])["parent"] for job in made] == [None, None]
 
 
 async def test_rows_of_a_table_have_no_children(dsn: str, connection: psycopg.Connection[Any]) -> None:

@@ -48,6 +48,7 @@ INNER = {
     "duties_due",
     "end_pauses",
     "end_sessions",
+    "enqueue_jobs",
     "enqueue_unique",
     "fail_job",
     "failure",

@@ -42,6 +42,7 @@ class Scene:
     worker: int
     lapsed: int
     held: list[list[int]]
+    parents: list[int]
 
     def cost(self, text: LiteralString, request: object) -> Cost:
         """Run a verb twice and roll it back; the second time counts, when its plans are made."""
@@ -92,6 +93,10 @@ class Scene:
         return {
             "claim": self.cost("select * from {}.claim(%s)", claim),
             "settle": self.cost("select * from {}.settle(%s)", {"worker": self.worker, "outcomes": outcomes}),
+            "settle children, and end their parents": self.cost(
+                "select (select count(*) from {}.settle(%s)), (select count(*) from shiftwork.gather())",
+                {"worker": self.worker, "outcomes": outcomes},
+            ),
             "settle to run again": self.cost(
                 "select * from {}.settle(%s)", {"worker": self.worker, "outcomes": retries}
             ),
@@ -116,6 +121,7 @@ class Scene:
             "expire": self.cost("select * from {}.expire(%s)", 1000),
             "enqueue": self.cost("select * from {}.enqueue_many(%s)", json.dumps(fresh)),
             "cancel": self.cost("select * from {}.cancel(%s)", ids),
+            "cancel families": self.cost("select * from {}.cancel(%s)", self.parents),
             "run now": self.cost("select * from {}.run_now(%s)", ids),
             "look": self.cost("select * from {}.look(%s)", ids),
         }
@@ -126,6 +132,7 @@ def scene(connection: psycopg.Connection[Any]) -> Scene:
     worker, lapsed = protocol.register(lease=3600), protocol.register()
     protocol.enqueue_many({"task": "greet"} for _ in range(BATCH))
     held = protocol.claim(worker, want=BATCH).held
+    parents = parents_of(protocol, worker, held)
     protocol.enqueue_many({"task": "greet"} for _ in range(BATCH))
     assert len(protocol.claim(lapsed, want=BATCH).jobs) == BATCH
     protocol.lapse(lapsed)
@@ -135,7 +142,20 @@ def scene(connection: psycopg.Connection[Any]) -> Scene:
         "update {}.jobs set run_at = run_at - interval '2 minutes', created_at = run_at - interval '2 minutes' "
         "where state = 'scheduled'"
     )
-    return Scene(protocol, worker, lapsed, held)
+    return Scene(protocol, worker, lapsed, held, parents)
+
+
+def parents_of(protocol: Protocol, worker: int, held: list[list[int]]) -> list[int]:
+    """Jobs that wait for those, for one each."""
+    protocol.enqueue_many({"task": "greet"} for _ in held)
+    waiting = protocol.claim(worker, want=len(held)).held
+    protocol.settle(
+        worker, *({"id": job, "attempt": attempt, "state": "waiting"} for job, attempt in waiting)
+    )
+    for (child, _), (parent, _) in zip(held, waiting, strict=True):
+        protocol.rows("update {}.jobs set parent = %s where id = %s", parent, child)
+    assert protocol.rows("select * from {}.gather()") == []
+    return [job for job, _ in waiting]
 
 
 def rehearse(connection: psycopg.Connection[Any]) -> None:
@@ -143,30 +163,32 @@ def rehearse(connection: psycopg.Connection[Any]) -> None:
     protocol = Protocol(connection)
     worker = protocol.register(lease=3600)
     protocol.enqueue("greet")
-    Scene(protocol, worker, worker, protocol.claim(worker, want=1).held).verbs()
+    held = protocol.claim(worker, want=1).held
+    Scene(protocol, worker, worker, held, parents_of(protocol, worker, held)).verbs()
 
 
 def crowd(connection: psycopg.Connection[Any], busy: int) -> None:
     """Half a million other rows."""
     insert = (
         "insert into shiftwork.jobs (task, queue, priority, max_attempts, state, run_at, created_at, attempt, worker, claim,"
-        " claimed_at, started_at) "
+        " claimed_at, started_at, parent) "
     )
     connection.execute(
         insert
         + "select 'greet', 'default', 0, 5, 'scheduled', now() + interval '1 day' + n * interval '1 second', now(), 0,"
-        " null::bigint, null::bigint, null::timestamptz, null::timestamptz from generate_series(1, %s) as n",
+        " null::bigint, null::bigint, null::timestamptz, null::timestamptz, 10000000 + n / 100 from generate_series(1, %s) as n",
         (OTHERS,),
     )
     connection.execute(
-        insert + "select 'greet', 'default', 0, 5, 'running', now(), now(), 1, %s, n / 100, now(), now()"
+        insert
+        + "select 'greet', 'default', 0, 5, 'running', now(), now(), 1, %s, n / 100, now(), now(), null"
         " from generate_series(1, %s) as n",
         (busy, OTHERS),
     )
     for queue, task in (("other", "greet"), ("default", "unknown"), ("default", "paused")):
         connection.execute(
             insert + "select %s, %s, 0, 5, 'ready', now() - interval '1 day', now() - interval '1 day', 0,"
-            " null::bigint, null::bigint, null::timestamptz, null::timestamptz from generate_series(1, %s)",
+            " null::bigint, null::bigint, null::timestamptz, null::timestamptz, null from generate_series(1, %s)",
             (task, queue, OTHERS),
         )
     connection.execute("select shiftwork.pause(task => 'paused')")
@@ -253,3 +275,29 @@ def test_a_claim_gets_past_what_is_not_for_it_and_does_not_look_at_it_again(crow
             "tasks": ["greet"],
         }
         assert crowded.rows("select * from {}.claim(%s)", request) <= 4 * BATCH
+
+
+def test_the_end_of_a_child_reads_few_jobs_even_if_there_were_none_when_its_plan_was_made(
+    server: str, template: str
+) -> None:
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+    ):
+        connection.execute("select shiftwork.sleep(600)")  # somebody is to be woken
+        protocol = Protocol(connection)
+        worker = protocol.register(lease=3600)
+        protocol.enqueue_many({"task": "greet"} for _ in range(4))
+        held = protocol.claim(worker, want=4).held
+        found = Scene(protocol, worker, worker, held, parents_of(protocol, worker, held))
+        first, second, third, fourth = held
+
+        def rows(held: list[int]) -> int:
+            outcome = {"id": held[0], "attempt": held[1], "state": "completed"}
+            return found.rows("select {}.conclude(%s)", {"worker": found.worker, "outcomes": [outcome]})
+
+        rows(first)
+        found.rows("select {}.complete(%s)", second[0])
+        protocol.enqueue_many({"task": "other", "queue": "other"} for _ in range(5000))
+        assert rows(third) < 100
+        assert found.rows("select {}.complete(%s)", fourth[0]) < 100

@@ -257,6 +257,7 @@ def test_a_producer_enqueues_in_every_way_and_nothing_else(installed: Installati
             "select * from {}.cancel(array[1::bigint])",
             "select {}.claim('{{}}')",
             "select {}.enqueue_unique('{{}}')",
+            "select {}.enqueue_jobs('[]', true)",
             "select {}.merge_value('sum', '1', '2')",
             "select {}.wake(array['mail'])",
             "select {}.purge()",
@@ -359,6 +360,25 @@ def test_worker_operator_and_viewer_have_what_a_whole_life_needs(installed: Inst
             text: Any = f"delete from {{}}.{table}"
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 worker.rows(text)
+
+
+def test_worker_and_operator_have_what_a_family_needs(installed: Installation) -> None:
+    with installed.acting("worker") as worker, installed.acting("operator") as operator:
+        number = worker.register()
+        parents = [worker.enqueue(), worker.enqueue()]
+        children: list[dict[str, object]] = [
+            {"task": "greet", "child": True},
+            {"task": "greet", "child": True, "unique_key": "k"},
+        ]
+        for job in worker.claim(number, want=2).jobs:
+            told = {"id": job["id"], "attempt": job["attempt"], "state": "waiting", "jobs": children}
+            assert worker.settle(number, told) == {job["id"]: "settled"}
+        assert operator.cancel(parents[1]) == {parents[1]: "cancelled"}
+        held = worker.claim(number, want=4).jobs
+        assert [job["parent"] for job in held] == [parents[0]] * 2
+        worker.complete(number, held)
+        worker.heartbeat(number)
+        assert list(map(worker.state, parents)) == ["completed", "cancelled"]
 
 
 def test_a_gateway_needs_no_more_than_the_rights_of_a_worker(installed: Installation) -> None:

@@ -87,7 +87,7 @@ grant execute on function
   shiftwork.finish_signalled(bigint[]), shiftwork.failure(text, text), shiftwork.forget_on(int, date), shiftwork.today(),
   shiftwork.days_kept(int, shiftwork.job_state, text), shiftwork.wake(text[]), shiftwork.announce(bigint[]), shiftwork.tell_parents(bigint[], bigint[], shiftwork.job_state[]),
   shiftwork.cancel_jobs(bigint[], text, text), shiftwork.cancel_children(bigint[], text, text),
-  shiftwork.gather(int), shiftwork.try_gather(), shiftwork.spawn(text, jsonb, jsonb),
+  shiftwork.gather(int, timestamptz), shiftwork.try_gather(timestamptz), shiftwork.spawn(text, jsonb, jsonb), shiftwork.enqueue_jobs(jsonb, boolean),
   shiftwork.sleep(double precision), shiftwork.rouse(), shiftwork.extend_history(), shiftwork.purge(boolean, int), shiftwork.purge_part(boolean, int),
   shiftwork.duties_due(bigint, text[], timestamptz), shiftwork.take_duties(bigint, text[]), shiftwork.finish_duty(jsonb),
   shiftwork.measured(jsonb, text, numeric), shiftwork.begin_run(text, bigint, text), shiftwork.end_run(jsonb),

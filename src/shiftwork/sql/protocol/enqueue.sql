@@ -5,6 +5,14 @@
 create or replace function shiftwork.enqueue_many(jobs jsonb)
 returns table (ordinal int, id bigint, outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+begin
+  return query select * from shiftwork.enqueue_jobs(jobs, false);
+end $$;
+
+-- The same for workers, whose jobs may be spawned: these have a parent, which waits for them. Nobody else gives a job one.
+create or replace function shiftwork.enqueue_jobs(jobs jsonb, spawned boolean)
+returns table (ordinal int, id bigint, outcome text)
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
@@ -37,7 +45,7 @@ begin
            coalesce(wish.priority, known.priority, 0), coalesce(wish.max_attempts, known.max_attempts, 5),
            due.run_at, present, case when due.run_at > present then 'scheduled' else 'ready' end::shiftwork.job_state,
            coalesce(wish.expires_at, present + wish.expires_in * interval '1 second'), coalesce(wish.tags, '{}'), wish.keep,
-           wish.parent
+           case when spawned then wish.parent end
       from rows from (jsonb_to_recordset(jobs) as (
              task text, payload jsonb, queue text, priority int, delay double precision, run_at timestamptz,
              expires_in double precision, expires_at timestamptz, max_attempts int, unique_key text, tags text[], keep int,
@@ -71,7 +79,7 @@ begin
             where coalesce(one ->> 'unique_scope', known.unique_scope::text) = 'window' and one ->> 'unique_key' is not null
             order by lock) as locks;
   for wish in
-    select one.value as job, one.ordinality::int as place
+    select case when spawned then one.value else one.value - 'parent' end as job, one.ordinality::int as place
       from jsonb_array_elements(jobs) with ordinality as one
      where one.value ->> 'unique_key' is not null
      order by one.value ->> 'task' collate "C", one.value ->> 'unique_key' collate "C", one.ordinality

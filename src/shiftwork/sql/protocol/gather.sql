@@ -7,7 +7,7 @@
 
 -- Leave a note for the parents of jobs that have ended so, in the caller's transaction. None for those without.
 create or replace function shiftwork.tell_parents(parents bigint[], children bigint[], endings shiftwork.job_state[]) returns void
-language plpgsql as $$
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off set enable_seqscan = off set enable_bitmapscan = off as $$
 begin
   insert into shiftwork.child_ends (parent, failure)
   select one.parent, (array_agg(shiftwork.failure('CHILD_FAILED', format('job %s, for which it waited, is %s', one.child, one.ending))
@@ -20,9 +20,11 @@ begin
   end if;
 end $$;
 
--- End the parents whose children have all ended, as far as there are notes, of which it reads so many at most. Nobody is waited for:
--- a parent that somebody else has locked is looked at later. Says who has ended, and how.
-create or replace function shiftwork.gather(most int default 1000) returns table (id bigint, answer text)
+-- End the parents whose children have all ended, as far as there are notes, of which it reads so many at most, and none from before `since`:
+-- what is left of those that were read lies in the way of all others, for as long as somebody has an old snapshot. Nobody is waited for: a parent
+-- that somebody else has locked is looked at later. Says who has ended, and how.
+create or replace function shiftwork.gather(most int default 1000, since timestamptz default '-infinity')
+returns table (id bigint, answer text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
@@ -38,7 +40,7 @@ declare
 begin
   loop
     select array_agg(note.place), array_agg(distinct note.parent) into notes, named from (
-      select owed.ctid as place, owed.parent from shiftwork.child_ends as owed where owed.at <= shiftwork.clock()
+      select owed.ctid as place, owed.parent from shiftwork.child_ends as owed where owed.at between since and shiftwork.clock()
        order by owed.at limit left_over for update skip locked) as note;
     exit when notes is null;
     mine := array(
@@ -53,12 +55,14 @@ begin
              where owed.ctid = any(notes) and owed.parent = any(mine) and owed.failure is not null
              order by owed.parent, owed.at) as told
      where job.id = told.parent and job.error is null;
-    -- The notes of one that somebody has locked become one, and make room for others if there may be more of them.
+    -- The notes of one that somebody has locked become one. It makes room for others if there may be more of them, and does not grow old:
+    -- then it would not be seen any more.
     with read as (
       delete from shiftwork.child_ends as owed where owed.ctid = any(notes) returning owed.at, owed.parent, owed.failure
     )
     insert into shiftwork.child_ends (at, parent, failure)
-    select case when cardinality(notes) < left_over then min(read.at) else shiftwork.clock() + interval '0.1 seconds' end, read.parent,
+    select case when cardinality(notes) < left_over and min(read.at) > shiftwork.clock() - interval '0.5 seconds' then min(read.at)
+                else shiftwork.clock() + interval '0.1 seconds' end, read.parent,
            (array_agg(read.failure order by read.at) filter (where read.failure is not null))[1]
       from read where read.parent = any(busy) group by read.parent;
 
@@ -84,12 +88,15 @@ begin
   end loop;
 end $$;
 
--- The same for those who have something else to do, of which this must keep them neither long nor at all.
-create or replace function shiftwork.try_gather() returns void language plpgsql set lock_timeout = '100ms' as $$
+-- The same for those who have something else to do, of which this must keep them neither long nor at all. Says whether there is more.
+create or replace function shiftwork.try_gather(since timestamptz default '-infinity') returns boolean
+language plpgsql set lock_timeout = '100ms' set enable_seqscan = off set enable_bitmapscan = off as $$
 begin
-  perform shiftwork.gather();
+  perform shiftwork.gather(since => try_gather.since);
+  return exists (select from shiftwork.child_ends as owed where owed.at between since and shiftwork.clock());
 exception when others then
   raise warning 'jobs that wait for others cannot be looked at: %', sqlerrm;
+  return false;
 end $$;
 
 -- Make a child of the job whose handler this is called in: that job waits for it. `options` are those of enqueue_many.
@@ -104,7 +111,7 @@ begin
     raise exception using errcode = 'SW001', message = 'a child can only be made by the handler of a job that does not commit by itself, and not by its hooks',
       hint = 'Anywhere else there is shiftwork.enqueue.';
   end if;
-  select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(
-    coalesce(options, '{}') || jsonb_build_object('task', task, 'payload', payload, 'parent', running[1]::bigint))) as made;
+  select made.id, made.outcome into id, outcome from shiftwork.enqueue_jobs(jsonb_build_array(
+    coalesce(options, '{}') || jsonb_build_object('task', task, 'payload', payload, 'parent', running[1]::bigint)), true) as made;
   perform set_config('shiftwork.spawned', running[1], true);
 end $$;

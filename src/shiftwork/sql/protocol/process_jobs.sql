@@ -169,6 +169,9 @@ begin
   end if;
   update shiftwork.workers as mine set lease_until = shiftwork.clock(), gone_at = shiftwork.clock()
    where mine.id = worker and mine.gone_at is null;
+  if exists (select from shiftwork.child_ends as owed where owed.at <= shiftwork.clock()) then
+    perform shiftwork.try_gather();                      -- the last one may have been a child
+  end if;
 end $$;
 
 -- Run a job that this worker holds, in the caller's transaction: its row is locked, its handler called, and what came of it

@@ -167,7 +167,7 @@ begin
 
     -- Last, since it may wait for others who enqueue the same keys; and the keys of those that ended are free by now.
     if carried is not null then
-      perform shiftwork.enqueue_many(carried);
+      perform shiftwork.enqueue_jobs(carried, resting is not null);
     end if;
     if parents is not null then
       perform shiftwork.tell_parents(parents, finished, endings);
