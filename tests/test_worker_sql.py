@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,8 +12,10 @@ import psycopg
 import pytest
 
 from shiftwork import App
-from shiftwork.events import JobEnded, JobReleased, JobStopped, WorkerStarted
+from shiftwork.events import JobEnded, JobLost, JobReleased, JobStopped, WorkerStarted
+from shiftwork.worker.run import Run, Stop
 from shiftwork.worker.sql import hearing
+from shiftwork.worker.transactions import Transactions
 from tests import pooler
 from tests.harness import Protocol
 from tests.test_sql_tasks import SPOILT, WORLD, register, spoil
@@ -424,3 +427,26 @@ def test_nothing_that_a_routine_says_can_break_the_worker() -> None:
     said.message_primary = "not json"
     hear(said)
     assert heard == [("warning", ""), (1.0, None), ("warning", "not json")]
+
+
+@pytest.mark.parametrize("stop", [Stop.LAPSED, Stop.SHUTDOWN, Stop.CANCELLED, Stop.TIMEOUT, Stop.LOST])
+async def test_one_that_is_told_to_stop_after_it_was_committed_has_ended_well(
+    stats: Protocol, app: App, stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: D-16
+    register(stats, "derive", "stats.derive_units(jsonb)")
+    committed, carry_out = asyncio.Event(), Transactions.run_job
+
+    async def run_job(self: Transactions, run: Run, connection: Any) -> Any:
+        await carry_out(self, run, connection)
+        committed.set()
+        await asyncio.Event().wait()  # its answer is on the way
+
+    monkeypatch.setattr(Transactions, "run_job", run_job)
+    async with Workshop(app) as shop:
+        job = stats.enqueue("derive")
+        await committed.wait()
+        shop.worker.tell(shop.worker.holding[job], stop, "the test says so")
+        ended = await shop.event(JobEnded, job=job)
+        assert (ended.state, stats.state(job)) == ("completed", "completed")
+        assert shop.seen(JobLost) == []

@@ -232,6 +232,8 @@ class Settling:
             answer = answers.get(run.id, "lost")
             if answer == "busy":
                 busy.append(told)
+            elif answer == "lost" and run.unsure is not None and run.unsure is not outcome:
+                self.put(run, run.unsure)  # it may have ended well before it could be stopped
             elif answer == "refused":
                 self._refused(told, settled.problems.get(run.id, "the database refused it"))
             else:
