@@ -42,6 +42,7 @@ from psycopg import (
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row, tuple_row
+from psycopg.types.numeric import Int8BinaryLoader
 
 from shiftwork.errors import (
     ConfigurationError,
@@ -500,7 +501,9 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
             if statement.under:
                 cursor = ClientCursor(connection, row_factory=shape)
             else:
-                cursor = connection.cursor(row_factory=shape)
+                cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
+                if statement.as_tuples:
+                    _read_plainly(cursor)
             with cursor:
                 cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
                 while cursor.nextset():
@@ -518,6 +521,11 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     return execute
 
 
+def _read_plainly(cursor: Cursor[Any] | AsyncCursor[Any]) -> None:
+    """Let instants that come in binary be what they are there, microseconds since 2000: no calendar of Python's is asked."""
+    cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
+
+
 def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> AExecute:
     """The same for an awaiting caller."""
     cursors: dict[tuple[bool, bool], AsyncCursor[Any]] = {}  # one used again knows how to read what comes
@@ -532,6 +540,8 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
                 cursor = AsyncClientCursor(connection, row_factory=shape)
             else:
                 cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
+                if statement.as_tuples:
+                    _read_plainly(cursor)
             cursors[kind] = cursor
         try:
             await cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)

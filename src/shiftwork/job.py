@@ -110,7 +110,10 @@ Taken = tuple[
     int, str, str, int, str | None, int, int, int, int, int, int, int | None, str | None, list[str] | None
 ]
 """A job as a claim gives it: id, task, queue, priority, payload, attempt, failures, resets, max_attempts, run_at,
-created_at, expires_at, unique_key, tags; times in epoch microseconds, by the database's clock."""
+created_at, expires_at, unique_key, tags; times as PostgreSQL has them, in microseconds since 2000, by the database's clock."""
+
+POSTGRES_EPOCH = 946_684_800_000_000
+"""When that was, in microseconds since 1970."""
 
 
 class Progress(NamedTuple):
@@ -280,7 +283,7 @@ def moment(value: object) -> datetime | None:
 
 
 def _since(microseconds: int) -> datetime:
-    return _EPOCH + timedelta(microseconds=microseconds)
+    return _EPOCH + timedelta(microseconds=POSTGRES_EPOCH + microseconds)
 
 
 def sending(

@@ -25,7 +25,7 @@ from shiftwork.errors import (
     ResultTimeout,
     UnknownJob,
 )
-from shiftwork.job import Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
+from shiftwork.job import POSTGRES_EPOCH, Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
 from shiftwork.outcome import MAX_MESSAGE, Outcome
 from shiftwork.stores.protocol import Protocol
 from shiftwork.stores.store import Apart, Held, Store
@@ -238,7 +238,7 @@ class Claimed:
     """The claim's number; 0 if the worker is not alive any more, in the eyes of the database."""
 
     at: int
-    """When, by the database's clock, in epoch microseconds."""
+    """When, by the database's clock, as `Taken` has its times."""
 
     more: bool
     """Whether there may be more to claim at once."""
@@ -409,7 +409,7 @@ def claim(
         taken,
         len(taken) if start is None else min(start, len(taken)),
         report.get("claim", 0),
-        report.get("at", 0),
+        report.get("at", 0) - POSTGRES_EPOCH,
         report["more"],
         report.get("next_due_in"),
         report.get("full", False),
@@ -444,7 +444,11 @@ def _one_by_one(
     return done
 
 
-_place = itemgetter(2, 3, 9, 0)  # queue, priority, due time, id
+def _place(row: Taken) -> tuple[str, int, int, int]:
+    """Queue, priority, due time as a cursor has it, id."""
+    return row[2], row[3], row[9] + POSTGRES_EPOCH, row[0]
+
+
 _turn = itemgetter(3, 9, 0)
 
 

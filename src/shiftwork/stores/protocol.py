@@ -85,11 +85,11 @@ RUN_NOW = "select id, answer from shiftwork.run_now(%s::bigint[], %s::text, %s::
 # What workers call. The answer of a claim ends with its report, which has id 0.
 REGISTER = "select shiftwork.register_worker(%s::jsonb) as worker"
 LEAVE = "select shiftwork.leave(%s::bigint) as left"
-# By position, as `Taken` has it: of every job only what a worker cannot know by itself. Times in epoch microseconds.
+# By position, as `Taken` has it: of every job only what a worker cannot know by itself. Nothing is reckoned here that need not
+# be: the server would read and plan it anew with every claim, which is a good part of what finding one job costs.
 CLAIM = """
 select id, task, queue, priority, payload::text, attempt, failures, resets, max_attempts,
-       (extract(epoch from run_at) * 1000000)::bigint, (extract(epoch from created_at) * 1000000)::bigint,
-       (extract(epoch from expires_at) * 1000000)::bigint, unique_key, nullif(tags, '{}')
+       run_at, created_at, expires_at, unique_key, tags
   from shiftwork.claim(%s::jsonb)
 """
 START = "select id, answer from shiftwork.start(%s::jsonb)"

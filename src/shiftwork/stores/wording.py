@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 
+from shiftwork.job import POSTGRES_EPOCH
 from shiftwork.settings import UNLIMITED
 from shiftwork.stores.layout import CHANGED, STATES, Column, Layout, literal, quoted, relation
 
@@ -253,8 +254,8 @@ class Wording:
             f"{self._fence_value()}::bigint as attempt",
             f"{self._value('num_failures', '0')}::int as failures",
             f"{self._value('num_resets', '0')}::int as resets",
-            f"{_micros(_first(*due, 'here.present'))} as run_at",
-            f"{_micros(_first(*queued, 'here.present'))} as created_at",
+            f"{_micros(_first(*due, 'here.present'))} - {POSTGRES_EPOCH} as run_at",
+            f"{_micros(_first(*queued, 'here.present'))} - {POSTGRES_EPOCH} as created_at",
         ]
         renewed = {name: f"job.{quoted(name)} as {quoted(f'new {our}')}" for name, our in changed.items()}
         if layout.fields is None and self.view is None:
