@@ -584,7 +584,9 @@ class Attempts:
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""
-        if not isinstance(error, Unsure | asyncio.CancelledError):  # told to stop, it may have been committed before
+        if not isinstance(
+            error, Unsure | asyncio.CancelledError
+        ):  # told to stop, it may have been committed before
             run.unsure = None
         match error:
             case FenceLost():
