@@ -584,10 +584,8 @@ class Attempts:
 
     def _transaction_failed(self, run: Run, error: BaseException) -> Ending | After:
         """The transaction is undone, so whatever the handler said does not count."""
-        if not isinstance(
-            error, Unsure | asyncio.CancelledError
-        ):  # told to stop, it may have been committed before
-            run.unsure = None
+        if not isinstance(error, Unsure | asyncio.CancelledError):
+            run.unsure = None  # else it may have been committed before it was told to stop
         match error:
             case FenceLost():
                 return After.DROPPED
