@@ -344,6 +344,34 @@ def test_what_a_handler_undoes_it_has_not_spawned(protocol: Protocol) -> None:
     assert child == {"parent": one, "tags": []}
 
 
+def test_a_handler_that_works_its_children_off_itself_still_waits_for_those_it_did_not(
+    protocol: Protocol,
+) -> None:
+    protocol.connection.execute(
+        b"""
+        create procedure public.middle(payload jsonb) language plpgsql as $$
+        begin
+          perform shiftwork.spawn('leaf', options => '{"delay": 60}');
+        end $$;
+        create procedure public.root(payload jsonb) language plpgsql as $$
+        begin
+          perform shiftwork.spawn('middle');
+          call shiftwork.process_jobs();
+        end $$;
+        select shiftwork.register_task('middle', handler => 'public.middle(jsonb)');
+        select shiftwork.register_task('root', handler => 'public.root(jsonb)')"""
+    )
+    root = protocol.enqueue("root")
+    protocol.connection.execute("call shiftwork.process_jobs()")
+    rows = protocol.rows("select task, state::text, parent from {}.jobs order by id")
+    assert [(row["task"], row["state"]) for row in rows] == [
+        ("root", "waiting"),
+        ("middle", "waiting"),
+        ("leaf", "scheduled"),
+    ]
+    assert rows[1]["parent"] == root
+
+
 def test_a_hook_spawns_nothing_since_it_is_not_undone_with_the_handler(protocol: Protocol) -> None:
     protocol.connection.execute(
         b"""

@@ -183,6 +183,8 @@ create or replace function shiftwork.run_job(
 language plpgsql as $$
 #variable_conflict use_variable
 declare
+  outer_job constant text := current_setting('shiftwork.job', true);       -- of whose handler this may be a part
+  outer_spawned constant text := current_setting('shiftwork.spawned', true);
   held record;
   result jsonb;
   counts boolean;
@@ -225,10 +227,14 @@ begin
   end loop;
   perform set_config('shiftwork.job', format('%s %s %s hook', job, attempt, live), true);
   perform shiftwork.run_hook(held.after, job, attempt, held.payload, path);
-  perform set_config('shiftwork.job', '', true);
+  perform set_config('shiftwork.job', coalesce(outer_job, ''), true);
 
   if code is null then
-    state := case when current_setting('shiftwork.spawned', true) = job::text then 'waiting' else 'completed' end;
+    state := 'completed';
+    if current_setting('shiftwork.spawned', true) = job::text then
+      state := 'waiting';
+      perform set_config('shiftwork.spawned', coalesce(outer_spawned, ''), true);
+    end if;
   else
     code := coalesce('{"SW011": "POISON", "SW012": "RETRY_LATER", "SW013": "SNOOZED", "SW014": "TASK_CANCELLED"}'::jsonb ->> code, code);
     error := jsonb_strip_nulls(jsonb_build_object(
