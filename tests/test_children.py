@@ -475,6 +475,33 @@ def test_one_look_ends_no_more_than_it_was_asked_to(protocol: Protocol) -> None:
     assert [len(protocol.rows("select * from {}.gather(2)")) for _ in range(4)] == [2, 2, 1, 0]
 
 
+def test_what_was_committed_late_is_found_by_a_look_from_the_start(protocol: Protocol) -> None:
+    parent, worker, held = family(protocol)
+    protocol.settle(worker, *map(completed, held))
+    protocol.rows("update {}.child_ends set at = at - interval '1 minute'")
+    place = protocol.claim(worker, due=protocol.value("select (extract(epoch from now()) * 1e6)::bigint"))
+    assert protocol.state(parent) == "waiting"
+    protocol.claim(worker, due=place.report["due"])
+    assert protocol.state(parent) == "waiting"
+    protocol.claim(worker)
+    assert protocol.state(parent) == "completed"
+
+
+def test_when_there_are_more_notes_than_a_claim_reads_the_next_looks_from_the_start(
+    protocol: Protocol,
+) -> None:
+    worker = protocol.register()
+    protocol.rows(
+        "insert into {}.child_ends (at, parent)"
+        " select now() - interval '1 minute', n from generate_series(1, 1500) as n"
+    )
+    report = protocol.claim(worker).report
+    assert (report["due"], 0 < report["next_due_in"] <= 0.1) == (0, True)
+    report = protocol.claim(worker, due=report["due"]).report
+    assert report["due"] > 0
+    assert protocol.rows("select * from {}.child_ends") == []
+
+
 def test_a_worker_that_is_too_busy_to_claim_ends_parents_with_its_heartbeat(protocol: Protocol) -> None:
     parent, worker, held = family(protocol)
     protocol.settle(worker, *map(completed, held))

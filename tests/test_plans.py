@@ -277,6 +277,29 @@ def test_a_claim_gets_past_what_is_not_for_it_and_does_not_look_at_it_again(crow
         assert crowded.rows("select * from {}.claim(%s)", request) <= 4 * BATCH
 
 
+def test_notes_that_were_read_lie_in_nobodys_way_while_a_snapshot_is_held(server: str, template: str) -> None:
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+        psycopg.connect(dsn) as old,
+    ):
+        found = scene(connection)
+        protocol = found.protocol
+        old.execute("set transaction isolation level repeatable read")
+        old.execute("select 1 from shiftwork.jobs")
+        places = protocol.claim(found.worker, want=1).report["due"]
+        claim = {"worker": found.worker, "queues": [{"queue": "none"}], "want": 1, "due": places}
+        before = found.cost("select * from {}.claim(%s)", claim)
+        protocol.rows(
+            "insert into {}.child_ends (at, parent)"
+            " select now() - interval '1 minute', n from generate_series(1, 20000) as n"
+        )
+        protocol.rows("select * from {}.gather(20000)")
+        assert found.cost("select * from {}.claim(%s)", claim).pages < before.pages + 50
+        protocol.rows("insert into {}.child_ends (parent) values (%s)", found.parents[0])
+        assert found.cost("select * from {}.claim(%s)", claim).pages < before.pages + 200
+
+
 def test_the_end_of_a_child_reads_few_jobs_even_if_there_were_none_when_its_plan_was_made(
     server: str, template: str
 ) -> None:

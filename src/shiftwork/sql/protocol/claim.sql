@@ -38,6 +38,7 @@ declare
   closed text[];
   promoted int := 0;
   reached bigint := present_place;
+  owing boolean := false;
   earliest timestamptz;
   ranges refcursor;
   range record;
@@ -83,7 +84,9 @@ begin
              and job.run_at >= shiftwork.place_time(given.due) order by job.run_at limit 1) as next_at,
          nullif(given.but, 'null') as but, nullif(given.conditions, 'null') as conditions, nullif(given.most, 'null') as most,
          exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited,
-         (select owed.at from shiftwork.child_ends as owed order by owed.at limit 1) as owed_at
+         shiftwork.place_time(given.due) - interval '1 second' as since,      -- what was being written then is seen all the same
+         (select owed.at from shiftwork.child_ends as owed
+           where owed.at >= shiftwork.place_time(given.due) - interval '1 second' order by owed.at limit 1) as owed_at
     into asked
     from jsonb_to_record(request) as given (
            worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
@@ -95,9 +98,13 @@ begin
     return;
   end if;
   if asked.owed_at <= present then
-    perform shiftwork.try_gather();
-    -- What is left, if anything is: somebody is just at a parent, or one could not be moved.
-    asked.owed_at := (select greatest(owed.at, present + interval '0.1 seconds') from shiftwork.child_ends as owed order by owed.at limit 1);
+    perform shiftwork.try_gather(asked.since);
+    -- What is left, if anything is: there are too many, somebody is just at a parent, or one could not be moved.
+    asked.owed_at := (select owed.at from shiftwork.child_ends as owed where owed.at >= asked.since order by owed.at limit 1);
+    if asked.owed_at <= present then
+      asked.owed_at := present + interval '0.1 seconds';
+      owing := true;
+    end if;
   end if;
   special := asked.pausing or asked.limited or coalesce(asked.but, asked.conditions, asked.most) is not null;
   if special then                                      -- nothing of that costs a claim anything which needs none of it
@@ -317,7 +324,7 @@ begin
 
   -- As text: to build it as a document would take five times as long.
   said := format('{"alive": true, "claim": %s, "taken": %s, "more": %s, "places": %s, "mixed": %s, "due": %s, "promoted": %s, "at": %s',
-                 asked.number, taken, case when more then 'true' else 'false' end, places, array_to_json(mixed_queues), reached, promoted,
+                 asked.number, taken, case when more then 'true' else 'false' end, places, array_to_json(mixed_queues), case when owing then 0 else reached end, promoted,
                  present_place);
   if promoted > 0 then
     said := format('%s, "earliest": %s', said, (extract(epoch from earliest) * 1000000)::bigint);

@@ -88,15 +88,13 @@ begin
   end loop;
 end $$;
 
--- The same for those who have something else to do, of which this must keep them neither long nor at all. Says whether there is more.
-create or replace function shiftwork.try_gather(since timestamptz default '-infinity') returns boolean
-language plpgsql set lock_timeout = '100ms' set enable_seqscan = off set enable_bitmapscan = off as $$
+-- The same for those who have something else to do, of which this must keep them neither long nor at all.
+create or replace function shiftwork.try_gather(since timestamptz default '-infinity') returns void
+language plpgsql set lock_timeout = '100ms' as $$
 begin
   perform shiftwork.gather(since => try_gather.since);
-  return exists (select from shiftwork.child_ends as owed where owed.at between since and shiftwork.clock());
 exception when others then
   raise warning 'jobs that wait for others cannot be looked at: %', sqlerrm;
-  return false;
 end $$;
 
 -- Make a child of the job whose handler this is called in: that job waits for it. `options` are those of enqueue_many.
