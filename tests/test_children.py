@@ -671,6 +671,29 @@ def test_who_cancels_a_family_and_who_cancels_some_of_it_do_not_wait_for_each_ot
     assert protocol.rows("select 1 from {}.jobs") == []
 
 
+def test_who_cancels_a_child_in_a_long_transaction_keeps_no_worker_waiting(
+    protocol: Protocol, dsn: str
+) -> None:
+    worker, parent = protocol.register(lease=3600), protocol.enqueue()
+    [hold] = protocol.claim(worker).held
+    assert protocol.cancel(parent) == {parent: "signalled"}
+    waiting = {"id": parent, "attempt": hold[1], "state": "waiting", "jobs": [CHILD, CHILD]}
+    protocol.settle(worker, waiting)
+    children = [
+        row["id"] for row in protocol.rows("select id from {}.jobs where parent = %s order by id", parent)
+    ]
+    with psycopg.connect(dsn) as somebody:
+        Protocol(somebody).cancel(children[0])
+        protocol.rows("set statement_timeout = '20s'")
+        protocol.expire()
+        assert [protocol.state(job) for job in (parent, children[1])] == ["waiting", "ready"], (
+            "all or nothing"
+        )
+        somebody.rollback()
+    protocol.expire()
+    assert {protocol.state(job) for job in (parent, *children)} == {"cancelled"}
+
+
 async def test_whoever_sleeps_is_woken_by_the_end_of_the_last_child(app: App, protocol: Protocol) -> None:
     parent, worker, held = family(protocol)
     app.task(name="another")(lambda: None)

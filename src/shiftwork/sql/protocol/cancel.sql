@@ -66,9 +66,9 @@ begin
   end if;
 end $$;
 
--- Cancel the children of jobs that were cancelled.
+-- Cancel the children of jobs that are cancelled, unless that would take long: somebody else is at it.
 create or replace function shiftwork.cancel_children(parents bigint[], reason text, actor text) returns void
-language plpgsql set plan_cache_mode = force_generic_plan set jit = off set enable_seqscan = off as $$
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off set enable_seqscan = off set lock_timeout = '100ms' as $$
 declare
   children constant bigint[] := array(
     select child.id from shiftwork.jobs as child where child.parent = any(parents) order by child.id);

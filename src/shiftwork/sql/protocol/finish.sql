@@ -89,16 +89,21 @@ begin
   perform shiftwork.announce(ids);
 end $$;
 
--- Cancel those of these jobs, locked by the caller, whose cancelling was asked for while somebody held them, with their children.
+-- Cancel those of these jobs, locked by the caller, whose cancelling was asked for while somebody held them, with their children. One
+-- whose children somebody is just cancelling stays as it is: whoever looks for such jobs is not to wait for him, and will look again.
 create or replace function shiftwork.finish_signalled(ids bigint[]) returns bigint[] language plpgsql as $$
 declare
   asked record;
   ended bigint[] := '{}';
 begin
   for asked in select signal.job, signal.reason, signal.actor from shiftwork.signals as signal where signal.job = any(ids) loop
-    ended := ended || shiftwork.finish(array[asked.job], 'cancelled',
-                                       shiftwork.failure('TASK_CANCELLED', coalesce(asked.reason, 'cancelled')));
-    perform shiftwork.cancel_children(array[asked.job], asked.reason, asked.actor);
+    begin
+      perform shiftwork.cancel_children(array[asked.job], asked.reason, asked.actor);
+      ended := ended || shiftwork.finish(array[asked.job], 'cancelled',
+                                         shiftwork.failure('TASK_CANCELLED', coalesce(asked.reason, 'cancelled')));
+    exception when lock_not_available then
+      raise warning 'job % cannot be cancelled now: %', asked.job, sqlerrm;
+    end;
   end loop;
   return ended;
 end $$;
