@@ -38,6 +38,7 @@ from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol as Verbs
 from shiftwork.worker import waking
 from shiftwork.worker.line import Line, Patience
+from shiftwork.worker.singleton import Singleton
 from shiftwork.worker.waking import Listener
 from tests.harness import Protocol
 from tests.station import Station
@@ -366,8 +367,12 @@ async def test_nobody_hangs_up_under_who_still_watches_the_line(
         return type(loop).remove_reader(loop, descriptor)
 
     monkeypatch.setattr(loop, "remove_reader", remove_reader)
-    async with Workshop(working(dsn), singleton="one") as shop:
+    async with Workshop(working(dsn)) as shop:
         await shop.asleep()
+    singleton = Singleton(Settings.read(dsn=dsn, singleton="one"), lambda _: None)
+    assert await singleton.take() is None
+    await asyncio.sleep(0)  # now it watches
+    await singleton.close()
     with Wire(dsn) as wire:
         line, store = Line(Settings.read(dsn=wire.dsn), partial(str, "test")), Verbs()
         await line.perform(operations.sql_tasks(store))
