@@ -82,6 +82,13 @@ FIRST_ROW = 1_000_000_000
 
 LEFT = "select id from public.chaos_rows where state not in ('completed', 'failed', 'canceled')"
 
+FAMILIES = """
+select parent.id, array_agg(child.state) from shiftwork.history as parent left join shiftwork.all_jobs as child on child.parent = parent.id
+ where parent.task = 'note_and_spawn' and parent.state = 'completed'
+ group by parent.id having count(child.id) <> 2 or bool_or(child.state <> 'completed')
+"""
+"""Parents that have not the children which they spawned, once each; or ended before them."""
+
 COMMAND = ("-c", "from shiftwork.cli import main; main()", "worker", "--log-level", "error")
 PROGRAMS = ("app", "store")
 SAID = {
@@ -340,7 +347,7 @@ class Havoc:
                 due += pause
                 self._over.wait(max(0.0, due - time.monotonic()))
                 transactional = number % 3 == 0
-                kinds = (*TRANSACTIONAL, ROW) if transactional else (*PLAIN[:2] * 4, PLAIN[2])
+                kinds = (*TRANSACTIONAL, ROW) if transactional else (*PLAIN[:2] * 4, *PLAIN[2:])
                 kind = dice.choice(kinds)
                 answer = self._insert(number) if kind == ROW else self._send(app, tasks[kind], number, dice)
                 with self._guard:
@@ -587,7 +594,7 @@ class Havoc:
             dict(
                 self._ask(
                     "select worker.pid, count(*) from shiftwork.history as job join shiftwork.workers as worker"
-                    " on worker.id = job.worker where job.state = 'completed' group by worker.pid"
+                    " on worker.id = job.worker where job.state = 'completed' and job.task <> 'note_and_spawn' group by worker.pid"
                 )
             )
         )
@@ -636,7 +643,11 @@ class Havoc:
         history = History(
             sent=self.sent,
             numbers={
-                **dict(self._ask("select id, (payload ->> 'number')::int from shiftwork.all_jobs")),
+                **dict(
+                    self._ask(
+                        "select id, (payload ->> 'number')::int from shiftwork.all_jobs where parent is null"
+                    )
+                ),
                 **dict(self._ask("select id, number from public.chaos_rows")),
             },
             steps=steps,
@@ -669,6 +680,7 @@ class Havoc:
         plain = Counter(act.number for act in acts if not act.transactional)
         account.again = sum(times > 1 for times in plain.values())
         account.violations += account.verdict.violations
+        account.violations += [f"job {job} has {many} children" for job, many in self._ask(FAMILIES)]
         if any(self.codes):
             account.violations.append(f"exit codes after TERM: {self.codes}")
         return account

@@ -27,7 +27,7 @@ store = shiftwork.TableStore("chaos_rows", **ALWAYS)
 """Lost and failed as often as may be: sessions are ended under these handlers, and that is an error like others."""
 
 EFFECT = "insert into public.effects (number, job, attempt) values (%s, %s, %s)"
-PLAIN = ("note", "note_blocking", "note_in_a_process")
+PLAIN = ("note", "note_blocking", "note_in_a_process", "note_and_spawn")
 TRANSACTIONAL = ("transfer", "transfer_together", "transfer_blocking", "transfer_in_sql")
 ROW = "row"
 LONGEST = 0.05
@@ -72,6 +72,18 @@ def note_in_a_process(context: Context, number: int) -> None:
     with _at_work(context, number):
         _write("did", context, number)
         time.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(**ALWAYS)
+async def leaf() -> None:
+    await asyncio.sleep(random.uniform(0, LONGEST))
+
+
+@app.task(**ALWAYS)
+async def note_and_spawn(context: Context, number: int) -> None:
+    with _at_work(context, number):
+        _write("did", context, number)
+        context.spawn(leaf.job(), leaf.job())
 
 
 @app.task(transaction=True, **ALWAYS)

@@ -20,7 +20,8 @@ LEGAL = {
     "": {"ready", "scheduled"},
     "ready": {"running"},
     "scheduled": {"ready", "running"},  # promoted and claimed in one go
-    "running": {"ready", "scheduled", *ENDINGS},
+    "running": {"ready", "scheduled", "waiting", *ENDINGS},
+    "waiting": {"completed"},
 }
 """Which state may follow which, as far as these jobs go."""
 
