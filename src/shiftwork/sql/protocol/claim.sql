@@ -168,10 +168,12 @@ begin
            timestamptz '-infinity' as run_at, 0::bigint as id, last_priority + 1 as until_priority
       from rows from (jsonb_to_recordset(request -> 'queues') as (queue text, want int, mixed boolean))
              with ordinality as wish (queue, want, mixed, ordinal)
-     where exists (select from shiftwork.jobs as job
-                    where job.state = 'ready' and job.queue = wish.queue and job.priority <= last_priority)
-       and not exists (select from shiftwork.pauses as pause where pause.kind = 'queue' and pause.name = wish.queue
-                          and (pause.until is null or pause.until > present));
+           cross join lateral (              -- an EXISTS could be turned around, and read all jobs for a few queues
+             select from shiftwork.jobs as job
+              where job.state = 'ready' and job.queue = wish.queue and job.priority <= last_priority limit 1) as something
+     where not exists (select from shiftwork.pauses as pause where pause.kind = 'queue' and pause.name = wish.queue
+                          and (pause.until is null or pause.until > present))
+     order by wish.ordinal;
   end if;
   loop
     fetch ranges into range;
