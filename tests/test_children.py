@@ -596,7 +596,6 @@ def test_a_parent_that_cannot_be_moved_stops_nobody_and_is_looked_at_again(proto
         " execute function refuse()".encode()
     )
     protocol.settle(worker, *map(completed, held))
-    protocol.rows("select 1 from {}.jobs")
     holder = protocol.value("select worker from {}.jobs where id = %s", more[0][0])
     protocol.settle(holder, *map(completed, more))
     protocol.claim(worker)

@@ -21,8 +21,8 @@ from shiftwork.errors import ConfigurationError, ShiftworkError, Verdict
 
 RESERVED: Mapping[str, str] = {
     "ARGUMENTS_INVALID": "the stored arguments do not fit the signature of the task; no attempt can help",
-    "FAILED": "the job failed, and whoever said so gave no reason",
     "CHILD_FAILED": "a job that it spawned and waited for did not complete",
+    "FAILED": "the job failed, and whoever said so gave no reason",
     "FINISH_UNDONE": "the handler finished its job in a transaction that was then not committed",
     "OUTCOME_REFUSED": "the database refused to store how the job ended",
     "POISON": "the handler raised Poison: no further attempt can help",

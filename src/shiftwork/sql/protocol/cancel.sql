@@ -1,7 +1,8 @@
 -- Cancel jobs. One that somebody holds gets a signal, and its handler is told; it ends as it then ends. With a job that waits for
 -- its children, these are cancelled. Answers for each: cancelled, signalled, finished (too late), or unknown.
 create or replace function shiftwork.cancel(ids bigint[], reason text default null, actor text default null)
-returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
+returns table (id bigint, answer text) language plpgsql set plan_cache_mode = force_generic_plan set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 #variable_conflict use_column
 declare
   free bigint[];

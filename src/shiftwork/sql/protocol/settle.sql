@@ -144,7 +144,8 @@ begin
 
     if carrying then
       select jsonb_agg(case when job.id = any(resting) and (follower.value ->> 'child')::boolean
-                            then follower.value || jsonb_build_object('parent', job.id) else follower.value end order by one.ordinality, follower.ordinality) into carried
+                            then follower.value || jsonb_build_object('parent', job.id) else follower.value end
+                       order by one.ordinality, follower.ordinality) into carried
         from jsonb_array_elements(request -> 'outcomes') with ordinality as one
         join shiftwork.jobs as job on job.id = (one.value ->> 'id')::bigint and job.attempt = (one.value ->> 'attempt')::int
              cross join lateral jsonb_array_elements(nullif(one.value -> 'jobs', 'null')) with ordinality as follower
