@@ -7,6 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from tests.concurrency import elsewhere, in_thread, waiting_for_lock
 from tests.harness import Protocol
@@ -23,7 +24,9 @@ def told(protocol: Protocol) -> list[str]:
     return found
 
 
-def finish(protocol: Protocol, ending: str = "completed", **options: Any) -> int:
+def finish(
+    protocol: Protocol, ending: str = "completed", *, in_transaction: bool = False, **options: Any
+) -> int:
     queue = options.setdefault("queue", "work")
     job = protocol.enqueue(**options)
     worker = protocol.register(lease=86400)
@@ -36,7 +39,11 @@ def finish(protocol: Protocol, ending: str = "completed", **options: Any) -> int
         [claimed] = protocol.claim(worker, queue).jobs
         error = {"code": "X", "message": "x"} if ending == "failed" else None
         told = {"id": job, "attempt": claimed["attempt"], "state": ending, "error": error}
-        assert protocol.settle(worker, told) == {job: "settled"}
+        if in_transaction:
+            request = Jsonb({"worker": worker, "outcomes": [told]})
+            assert protocol.value("select {}.conclude(%s)", request) == ending
+        else:
+            assert protocol.settle(worker, told) == {job: "settled"}
     return job
 
 
@@ -88,6 +95,28 @@ def test_how_long_a_job_is_kept_depends_on_its_end_its_queue_and_its_sender(prot
     assert days_kept(protocol, finish(protocol, "completed", queue="another")) == 7
     assert days_kept(protocol, finish(protocol, "completed", keep=3)) == 3
     assert days_kept(protocol, finish(protocol, "failed", keep=0)) == 0
+
+
+def test_what_ends_in_a_transaction_of_its_own_is_kept_as_long(protocol: Protocol) -> None:
+    # spec: D-3, A-8
+    def kept(**options: Any) -> int:
+        return days_kept(protocol, finish(protocol, in_transaction=True, **options))
+
+    assert (kept(), kept(keep=3)) == (7, 3)
+    protocol.rows("select {}.retain('work', completed => 1)")
+    assert (kept(), kept(keep=3), kept(queue="another")) == (1, 3, 7)
+    protocol.rows("select {}.retain('*', completed => 100)")
+    assert (kept(), kept(queue="another") > 100) == (1, True)
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_where_somebody_has_deleted_what_holds_for_every_queue_jobs_still_end(
+    protocol: Protocol, in_transaction: bool
+) -> None:
+    protocol.rows("delete from {}.queues where name = '*'")
+    assert days_kept(protocol, finish(protocol, in_transaction=in_transaction)) == 30
+    for ending in ("failed", "cancelled", "expired"):
+        assert days_kept(protocol, finish(protocol, ending)) == 30, ending
 
 
 def test_what_is_kept_for_ever_never_goes(protocol: Protocol) -> None:

@@ -4,11 +4,20 @@ create or replace function shiftwork.conclude(request jsonb) returns text
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
 declare
   outcome constant jsonb := request #> '{outcomes,0}';
-  present constant timestamptz := shiftwork.clock() + coalesce((request ->> 'elapsed')::double precision, 0) * interval '1 second';
+  present timestamptz := shiftwork.clock();
+  usual record;
   told record;
 begin
   -- What nearly always happens, in one statement: it is completed, and the row is the caller's.
   if outcome ->> 'state' = 'completed' and not outcome ? 'jobs' then
+    if request ? 'elapsed' then
+      present := present + (request ->> 'elapsed')::double precision * interval '1 second';
+    end if;
+    -- What is looked for beforehand need not be joined to the row, all of whose columns would go through each join.
+    select (select shiftwork.forget_on(every.keep_completed, (present at time zone 'UTC')::date)
+              from shiftwork.queues as every where every.name = '*') as forget_on,
+           exists (select from shiftwork.queues where name <> '*') as ruled,
+           exists (select from shiftwork.signals) as asked, exists (select from shiftwork.limits) as limited into usual;
     begin
       with gone as (
         delete from shiftwork.jobs as job
@@ -22,19 +31,19 @@ begin
       select gone.id, 'completed', gone.priority, gone.run_at, gone.created_at, gone.attempt, gone.failures, gone.resets,
              gone.max_attempts, gone.expires_at, gone.claimed_at, gone.started_at, present, gone.worker, gone.claim,
              gone.keep, gone.unique_scope, gone.task, gone.queue, gone.payload, gone.unique_key, gone.tags, outcome -> 'result',
-             shiftwork.forget_on(coalesce(gone.keep, own.keep_completed, every.keep_completed, 30), shiftwork.today()), gone.parent
+             case when gone.keep is null and usual.forget_on is not null and not usual.ruled then usual.forget_on
+                  else shiftwork.forget_on(shiftwork.days_kept(gone.keep, 'completed', gone.queue), (present at time zone 'UTC')::date) end,
+             gone.parent
         from gone
-        left join shiftwork.queues as own on own.name = gone.queue
-        left join shiftwork.queues as every on every.name = '*'
       returning id, parent into told;
       if found then
         if told.parent is not null then
           perform shiftwork.tell_parents(array[told.parent], array[told.id], array['completed'::shiftwork.job_state]);
         end if;
-        if exists (select from shiftwork.signals) then
+        if usual.asked then
           delete from shiftwork.signals as signal where signal.job = told.id;
         end if;
-        if exists (select from shiftwork.limits) then
+        if usual.limited then
           perform shiftwork.return_permits(array[told.id]);
         end if;
         if shiftwork.is_declared('shiftwork.awaited_until') then

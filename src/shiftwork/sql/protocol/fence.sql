@@ -1,7 +1,7 @@
 -- Go on only if this attempt still holds its job: otherwise an error, and with it the end of the caller's transaction. While
 -- that is open the job's row stays locked, so nobody can take the job away before it commits.
 create or replace function shiftwork.fence(job bigint, attempt int) returns void
-language plpgsql set plan_cache_mode = force_generic_plan set jit = off as $$
+language plpgsql as $$
 begin
   perform from shiftwork.jobs as held
     where held.id = fence.job and held.attempt = fence.attempt and (held.state = 'running') is true for no key update;

@@ -4,13 +4,16 @@ create or replace function shiftwork.today() returns date language sql stable as
 $$;
 
 -- The day on which a finished job may be forgotten: after so many whole days; beyond a month in coarser steps.
-create or replace function shiftwork.forget_on(days int, ended date) returns date language sql immutable as $$
-  select case
-    when days <= 31 then ended + greatest(days, 0) + 1
+create or replace function shiftwork.forget_on(days int, ended date) returns date language plpgsql immutable as $$
+begin
+  if days <= 31 then
+    return ended + greatest(days, 0) + 1;
+  end if;
+  return case
     when days <= 366 then (date_trunc('month', (ended + days)::timestamp) + interval '1 month')::date
     when days <= 3660 then (date_trunc('year', (ended + days)::timestamp) + interval '1 year')::date
-    else 'infinity' end
-$$;
+    else 'infinity' end;
+end $$;
 
 -- How many days a job is kept: as its sender, its queue or the row for all queues says.
 create or replace function shiftwork.days_kept(keep int, state shiftwork.job_state, queue text) returns int

@@ -64,6 +64,7 @@ begin
   select shiftwork.forget_on(every.keep_completed, today) as completed, shiftwork.forget_on(every.keep_failed, today) as failed,
          shiftwork.forget_on(every.keep_cancelled, today) as cancelled
     into usual from shiftwork.queues as every where every.name = '*';
+  ruled := ruled or not found;                          -- somebody has deleted what holds for every queue
   begin
     -- Those that end. The fence: this attempt, of this worker, and still running. Whoever has locked a row otherwise is not
     -- waited for. Each is looked for by itself, in the order of ids: joined, a plan from when there were few jobs would read
