@@ -80,6 +80,7 @@ INNER = {
     "place_time",
     "purge_companions",
     "purge_partition",
+    "refuse_state",
     "return_permits",
     "routine_call",
     "run_hook",

@@ -466,6 +466,9 @@ def test_state_and_timestamps_cannot_disagree(protocol: Protocol) -> None:
         "update {}.jobs set state = 'waiting', claimed_at = now()",
         "update {}.jobs set worker = 1, claimed_at = now()",
         "update {}.jobs set state = 'completed'",
+        "update {}.jobs set state = 'failed', worker = 1, claimed_at = now()",
+        "insert into {}.jobs (task, state, created_at, run_at, queue, priority, max_attempts)"
+        " select task, 'running', created_at, run_at, queue, priority, max_attempts from {}.jobs",
         "update {}.jobs set attempt = -1",
         "update {}.jobs set max_attempts = 0",
         "update {}.jobs set task = ''",
@@ -480,6 +483,10 @@ def test_state_and_timestamps_cannot_disagree(protocol: Protocol) -> None:
     for statement in wrong:
         with pytest.raises(psycopg.errors.CheckViolation):
             protocol.connection.execute(statement.replace("{}", "shiftwork").encode())
+    with pytest.raises(psycopg.errors.CheckViolation, match='job 1 cannot be "waiting" like this') as told:
+        protocol.rows("update {}.jobs set state = 'waiting'")
+    assert told.value.diag.message_hint is not None
+    assert "has a worker and claimed_at" in told.value.diag.message_hint
     worker = protocol.register()
     protocol.complete(worker, [claim_one(protocol, worker)])
     for statement in ["state = 'running'", "finished_at = null", "error = '{}'", "state = 'failed'"]:
@@ -545,6 +552,7 @@ def test_each_query_has_its_own_partial_index_and_the_hot_table_is_kept_clean(pr
         "jobs_due",
         "jobs_running",
         "jobs_expiring",
+        "jobs_misfit",
         "jobs_unique",
         "jobs_parent",
     }

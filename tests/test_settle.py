@@ -192,3 +192,20 @@ def test_a_retry_that_comes_too_late_is_written_in_one_go_with_another_that_does
     assert set(protocol.settle(worker, *told).values()) == {"settled"}
     assert (protocol.state(late), protocol.state(again)) == ("failed", "scheduled")
     assert protocol.value("select last_value from public.writes") == 1, "the batch was taken apart"
+
+
+def test_a_batch_that_is_completed_is_answered_for_in_one_row_if_that_will_do(protocol: Protocol) -> None:
+    worker = protocol.register()
+    first, second, third = claimed(protocol, worker, 3)
+
+    def brief(*outcomes: Row) -> list[tuple[object, ...]]:
+        request = json.dumps({"worker": worker, "brief": True, "outcomes": outcomes})
+        rows = protocol.rows("select id, answer, state from {}.settle(%s) order by id", request)
+        return [(row["id"], row["answer"], row["state"]) for row in rows]
+
+    assert brief(done(first)) == [(None, "settled", "completed")]
+    answers = [(first["id"], "already", None), (second["id"], "settled", "completed")]
+    assert brief(done(first), done(second)) == answers
+    assert brief(done(third, state="failed")) == [(third["id"], "settled", "failed")]
+    ended = [protocol.state(job["id"]) for job in (first, second, third)]
+    assert ended == ["completed", "completed", "failed"]

@@ -32,7 +32,8 @@ declare
   -- Limits and pauses wait until no claim is under way. Claims do not wait for them: who makes one may take his time to commit.
   turn constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));
   present constant timestamptz := shiftwork.clock();
-  present_place constant bigint := extract(epoch from present) * 1000000;
+  present_place constant bigint := date_part('epoch', present) * 1000000;
+  seen constant timestamptz := shiftwork.place_time((request ->> 'due')::bigint);
   last_priority constant bigint := coalesce((request ->> 'max_priority')::bigint, 2147483647);
   asked record;
   closed text[];
@@ -57,7 +58,7 @@ declare
   more boolean := false;
   rooms jsonb;                                         -- what is left of each limit, once it was looked for
   conditions text[];
-  careful constant boolean := coalesce((request ->> 'careful')::boolean, false) and request ? 'conditions';
+  careful boolean;
   unanswered bigint[] := '{}';
   special boolean;
   paused boolean;
@@ -81,12 +82,12 @@ begin
          case jsonb_typeof(given.tasks) when 'array' then array(select jsonb_array_elements_text(given.tasks)) end as tasks,
          coalesce(given.due, 0) as due,
          (select job.run_at from shiftwork.jobs as job where job.state = 'scheduled'
-             and job.run_at >= shiftwork.place_time(given.due) order by job.run_at limit 1) as next_at,
+             and job.run_at >= seen order by job.run_at limit 1) as next_at,
          nullif(given.but, 'null') as but, nullif(given.conditions, 'null') as conditions, nullif(given.most, 'null') as most,
          exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited,
-         shiftwork.place_time(given.due) - interval '1 second' as since,      -- what was being written then is seen all the same
+         seen - interval '1 second' as since,           -- what was being written then is seen all the same
          (select owed.at from shiftwork.child_ends as owed
-           where owed.at >= shiftwork.place_time(given.due) - interval '1 second' order by owed.at limit 1) as owed_at
+           where owed.at >= seen - interval '1 second' order by owed.at limit 1) as owed_at
     into asked
     from jsonb_to_record(request) as given (
            worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
@@ -113,6 +114,7 @@ begin
     end if;
     if asked.conditions is not null then
       conditions := array(select jsonb_array_elements_text(asked.conditions));
+      careful := request ->> 'careful';
     end if;
     choosy := asked.conditions is not null or asked.most is not null;
     if asked.pausing then

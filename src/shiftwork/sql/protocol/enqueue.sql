@@ -263,16 +263,19 @@ begin
   if octet_length(payload) > 8192 then
     perform shiftwork.check_payload(task, payload::jsonb);
   end if;
-  -- A constant out of an array has the type of its domain already, and is not checked again whenever a job is made.
+  -- A constant out of an array has the type of its domain already, as what is registered has, and is not checked again whenever a job is made.
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                               attempt, failures, resets, expires_at, unique_key, tags)
-  select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, 'default'), coalesce(known.priority, 0),
-         coalesce(known.max_attempts, 5), present, present,
+  select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, ('{default}'::shiftwork.queue_name[])[1]),
+         coalesce(known.priority, 0), coalesce(known.max_attempts, ('{5}'::shiftwork.allowance[])[1]), present, present,
          ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
          ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
     from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-  returning jobs.id, 'created' into id, outcome;
-  if shiftwork.is_declared('shiftwork.asleep_until') then
-    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
+  returning jobs.id into id;
+  outcome := 'created';
+  if pg_sequence_last_value('shiftwork.asleep_until') is not null then        -- else not even the time need be looked at
+    if shiftwork.is_declared('shiftwork.asleep_until') then
+      perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
+    end if;
   end if;
 end $$;

@@ -24,6 +24,7 @@ end $$;
 -- Answers for each: settled; already (this very outcome was written before: the answer was lost on the wire); lost (the job is
 -- not this worker's attempt any more: the result is dropped); busy (its row is locked: try again); refused (it cannot be
 -- written, or what it carries cannot be enqueued; `problem` says why). Of several outcomes for one job in a batch, one counts.
+-- With "brief": true, a batch all of which is completed has one answer for all, without an id.
 create or replace function shiftwork.settle(request jsonb)
 returns table (id bigint, answer text, state shiftwork.job_state, problem text)
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
@@ -204,6 +205,12 @@ begin
   end if;
   if again is not null and shiftwork.is_declared('shiftwork.asleep_until') then
     perform shiftwork.wake(array(select distinct job.queue::text from shiftwork.jobs as job where job.id = any(again)));
+  end if;
+  if (request ->> 'brief')::boolean and cardinality(finished) = many and endings <@ '{completed}' then
+    answer := 'settled';
+    state := 'completed';
+    return next;
+    return;
   end if;
   return query select one.id, 'settled'::text, one.state, null::text from unnest(finished, endings) as one (id, state);
   if coalesce(cardinality(finished), 0) < many then

@@ -59,7 +59,7 @@ begin
   perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'shiftwork.asleep_until'::regclass, 0));
   if shiftwork.is_declared('shiftwork.asleep_until') and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_wake', '');
-    perform setval('shiftwork.asleep_until', 1);
+    perform setval('shiftwork.asleep_until', 0, false);
   end if;
 end $$;
 
