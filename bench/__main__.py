@@ -21,6 +21,7 @@ from bench import apart, cancelling, protocol, table, workers
 from bench.measuring import PAIRS, Bench
 from shiftwork import embedded
 from shiftwork.migrate import migrate
+from shiftwork.program import fastest_loop
 
 MEASURES: dict[str, Callable[[Bench], None]] = {
     "claim": protocol.claim,
@@ -76,6 +77,7 @@ def main() -> int:
                 migrate(connection)
             print(
                 f"PostgreSQL {server.version}, Python {platform.python_version()}, psycopg {psycopg.__version__}, "
+                f"{'uvloop' if fastest_loop() else 'asyncio'}, "
                 f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, fsync {'on' if options.fsync else 'off'}, "
                 f"{', '.join(f'{name}={value}' for name, value in tuning.items())}\n"
                 f"each ratio is the median of {PAIRS} alternating pairs, with the least and the greatest beside it",

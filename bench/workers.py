@@ -32,6 +32,7 @@ from bench.measuring import (
     sql,
 )
 from shiftwork import App
+from shiftwork.program import fastest_loop
 from shiftwork.settings import Settings
 
 CONCURRENCY = 1000
@@ -169,7 +170,8 @@ def transactions(bench: Bench) -> None:
 
     def bare() -> float:
         fill_floor(bench, jobs)
-        return asyncio.run(_bare_transactions(bench.url, jobs))
+        with asyncio.Runner(loop_factory=fastest_loop()) as runner:  # as the worker does
+            return runner.run(_bare_transactions(bench.url, jobs))
 
     bench.pairs(
         f"transactional tasks, {SESSIONS} sessions, against bare transactions",

@@ -142,6 +142,33 @@ def test_an_app_in_a_file_is_imported_from_where_it_is_and_with_its_package(tmp_
     assert any(line.get("tasks") == ["sell"] for line in objects(done.stderr))
 
 
+LOOPING = """
+import asyncio
+import shiftwork
+
+app = shiftwork.App()
+
+
+@app.task
+async def loop() -> str:
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_worker_runs_on_uvloop_where_it_is_installed(
+    tmp_path: Path, dsn: str, protocol: Protocol, installed: bool
+) -> None:
+    blocked = "" if installed else "import sys; sys.modules['uvloop'] = None"
+    (tmp_path / "looping.py").write_text(f"{blocked}{LOOPING}")
+    job = protocol.enqueue("loop")
+    done = worked("looping.py", "--stop-when-idle", dsn=dsn, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert protocol.value("select result from {}.history where id = %s", job) == (
+        "uvloop" if installed else "asyncio"
+    )
+
+
 def test_without_a_database_the_embedded_server_is_started_and_migrated(dsn: str) -> None:
     # spec: HO-2
     room = Path(tempfile.mkdtemp(prefix="sw-"))
