@@ -91,8 +91,8 @@ def drain_floor(connection: psycopg.Connection[Any]) -> None:
 
 
 CLAIM = """
-select id, task, payload::text, attempt, queue, priority, (extract(epoch from run_at) * 1000000)::bigint
-  from shiftwork.claim(%s)
+select id, task, payload, attempt, queue, priority, (extract(epoch from run_at) * 1000000)::bigint
+  from shiftwork.take(%s)
 """
 
 

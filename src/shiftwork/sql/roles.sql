@@ -74,7 +74,7 @@ grant insert, update on shiftwork.run_days to shiftwork_worker, shiftwork_operat
 grant update, delete on shiftwork.permits to shiftwork_worker, shiftwork_operator;
 grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
 grant execute on function
-  shiftwork.refuse_state(bigint, shiftwork.job_state), shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.end_pauses(), shiftwork.lock_permits(text[], text[], int), shiftwork.lend_permits(bigint, bigint),
+  shiftwork.refuse_state(bigint, shiftwork.job_state), shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.take(jsonb), shiftwork.end_pauses(), shiftwork.lock_permits(text[], text[], int), shiftwork.lend_permits(bigint, bigint),
   shiftwork.pick(text, bigint, timestamptz, bigint, bigint, int, int, text[], text[], text[], text[], int[], boolean),
   shiftwork.answerable(text, bigint, timestamptz, bigint, bigint, int, text[], text[], bigint[]),
   shiftwork.return_permits(bigint[]), shiftwork.mend_permits(), shiftwork.declare_limits(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),

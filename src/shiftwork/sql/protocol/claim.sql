@@ -1,4 +1,4 @@
--- Claim: the first ready jobs of some queues, in `priority, run_at, id` order, for a worker that holds its lease.
+-- Take, or claim: the first ready jobs of some queues, in `priority, run_at, id` order, for a worker that holds its lease.
 --
 -- request: {"worker": 17, "queues": [{"queue": "mail", "want": 5, "places": {"0": [run_at, id]}, "mixed": false}, …],
 --           "want": 10, "start": 10, "tasks": ["send_email", …], "examine": 1000, "due": 1700000000000000}
@@ -12,7 +12,7 @@
 --
 -- Where limits are set (limit_running), no more is taken than they allow, and what falls under one is not fetched ahead.
 --
--- The answer is the jobs, in no order, and as its last row a report, with id 0 and in its payload: the claim's number; how
+-- The answer is the jobs, in no order, with what is needed to run them (claim has all columns), and as its last row a report, with id 0 and in its payload: the claim's number; how
 -- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
 -- is not, the seconds until the next job falls due or a pause ends (0: somebody has locked what we need); whether a limit is
 -- `full`, and whether this worker or everything is `paused`; whether claims are
@@ -25,9 +25,12 @@
 -- between the known priorities is always read: a more urgent newcomer never waits. At most `examine` rows are looked at
 -- behind one place, whatever is filtered out of them. So a short answer to a request with places does not mean that a
 -- queue is empty: look without them at least once a second.
-create or replace function shiftwork.claim(request jsonb) returns setof shiftwork.jobs
+create or replace function shiftwork.take(request jsonb) returns table (
+  id bigint, task text, queue text, priority int, payload text, attempt int, failures int, resets int, max_attempts int,
+  run_at timestamptz, created_at timestamptz, expires_at timestamptz, unique_key text, tags text[])
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+#variable_conflict use_column
 declare
   -- Limits and pauses wait until no claim is under way. Claims do not wait for them: who makes one may take his time to commit.
   turn constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('shiftwork claims', 0));
@@ -72,9 +75,7 @@ declare
   contested boolean;
   ended jsonb;
   said text;
-  report shiftwork.jobs;
 begin
-  report.id := 0;
   -- The lock keeps the reaper from calling this worker gone while it claims; its heartbeats pass.
   select worker.id as worker, nextval('shiftwork.claims') as number,
          least(coalesce(given.want, 1000), 10000) as want, given.start,
@@ -94,8 +95,9 @@ begin
     join shiftwork.workers as worker on worker.id = given.worker and worker.gone_at is null and worker.lease_until > present
      for key share of worker;
   if not found then
-    report.payload := '{"alive": false, "taken": 0, "more": false, "places": {}, "mixed": []}';
-    return next report;
+    id := 0;
+    payload := '{"alive": false, "taken": 0, "more": false, "places": {}, "mixed": []}';
+    return next;
     return;
   end if;
   if asked.owed_at <= present then
@@ -128,12 +130,13 @@ begin
     end if;
   end if;
   if paused or not turn then
-    report.payload := jsonb_strip_nulls(jsonb_build_object(
+    id := 0;
+    payload := jsonb_strip_nulls(jsonb_build_object(
       'alive', true, 'claim', asked.number, 'taken', 0, 'more', false, 'places', '{}'::jsonb, 'mixed', '[]'::jsonb, 'due', asked.due,
       'paused', nullif(paused, false), 'barred', nullif(not turn, false), 'ended', ended, 'at', present_place, 'next_due_in',
       case when turn then (select extract(epoch from min(pause.until) - present) from shiftwork.pauses as pause
                             where pause.until > present) else 0 end));
-    return next report;
+    return next;
     return;
   end if;
   wanted := asked.want;
@@ -236,7 +239,8 @@ begin
                claimed_at = present, started_at = case when starting > 0 then present end,
                held_key = case when job.unique_scope = 'pending' then null else job.held_key end
          where job.ctid = any(picked.rows)
-        returning job.*;
+        returning job.id, job.task::text, job.queue::text, job.priority, job.payload::text, job.attempt::int, job.failures::int, job.resets::int,
+                  job.max_attempts::int, job.run_at::timestamptz, job.created_at::timestamptz, job.expires_at::timestamptz, job.unique_key::text, job.tags::text[];
       elsif mixed then
         -- Looked at first and locked then, so that a row which is not for us stays free for whom it is for.
         return query
@@ -258,7 +262,8 @@ begin
               and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000
               and front.state = 'ready'
             limit chunk for update of front skip locked))
-        returning job.*;
+        returning job.id, job.task::text, job.queue::text, job.priority, job.payload::text, job.attempt::int, job.failures::int, job.resets::int,
+                  job.max_attempts::int, job.run_at::timestamptz, job.created_at::timestamptz, job.expires_at::timestamptz, job.unique_key::text, job.tags::text[];
       else
         -- The front of a queue that is all ours, in one go.
         return query
@@ -277,7 +282,8 @@ begin
             where (asked.tasks is null or seen.task = any(asked.tasks))
               and (closed is null or seen.task <> all(closed))
               and (seen.expires_at is null or seen.expires_at > present) and seen.attempt < 1000000000))
-        returning job.*;
+        returning job.id, job.task::text, job.queue::text, job.priority, job.payload::text, job.attempt::int, job.failures::int, job.resets::int,
+                  job.max_attempts::int, job.run_at::timestamptz, job.created_at::timestamptz, job.expires_at::timestamptz, job.unique_key::text, job.tags::text[];
       end if;
       get diagnostics got = row_count;
       taken := taken + got;
@@ -343,24 +349,42 @@ begin
     end if;
     said := format('%s, "next_due_in": %s', said, coalesce(extract(epoch from least(asked.next_at, asked.owed_at) - present)::text, 'null'));
   end if;
-  report.payload := said || '}';
+  said := said || '}';
   if special then
     if asked.limited and taken > 0 then
       perform shiftwork.lend_permits(asked.worker, asked.number);
     end if;
     if filled or wanted <= 0 and bound or 0 = any(rests) then
-      report.payload := report.payload || '{"full": true}';
+      said := said::jsonb || '{"full": true}';
       if contested then
-        report.payload := report.payload || '{"next_due_in": 0}';
+        said := said::jsonb || '{"next_due_in": 0}';
       end if;
     end if;
     if ended is not null then
-      report.payload := report.payload || jsonb_build_object('ended', ended);
+      said := said::jsonb || jsonb_build_object('ended', ended);
     end if;
     if cardinality(unanswered) > 0 then
-      report.payload := report.payload || jsonb_build_object('unanswered', unanswered);
+      said := said::jsonb || jsonb_build_object('unanswered', unanswered);
     end if;
   end if;
+  id := 0;
+  payload := said;
+  return next;
+end $$;
+
+-- The same, with all columns of the jobs.
+create or replace function shiftwork.claim(request jsonb) returns setof shiftwork.jobs
+language plpgsql set plan_cache_mode = force_generic_plan set jit = off
+set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
+declare
+  report shiftwork.jobs;
+  ids bigint[];
+begin
+  select array_agg(one.id) filter (where one.id > 0), max(one.payload) filter (where one.id = 0) into ids, report.payload
+    from shiftwork.take(request) as one;
+  return query select job.* from unnest(ids) as one (id) cross join lateral (
+    select held.* from shiftwork.jobs as held where held.id = one.id) as job;
+  report.id := 0;
   return next report;
 end $$;
 
