@@ -20,6 +20,7 @@ import msgspec
 from psycopg import AsyncConnection, Connection
 
 from shiftwork import events, operations
+from shiftwork.codec import Call
 from shiftwork.context import Context
 from shiftwork.database import Plan, alend, arun, lend
 from shiftwork.database import run as carry_out
@@ -59,10 +60,16 @@ At = Callable[[str], Awaitable[None] | None]
 """Called at named points; what it gives, if it gives something, is awaited there."""
 
 Ending = Returned | Raised
+Quick = tuple[Callable[..., Any], Callable[[str], Call]]
+"""A handler, and what reads its arguments."""
+
 Begun = tuple[partial[Any], Awaitable[Any]]
 """A handler with its arguments, and what is left of its first call."""
 
 USUAL = Retry()
+NOTHING: Call = ((), {})
+COMPLETED = State.COMPLETED
+clock = time.perf_counter
 NOT_NOW = 1.0
 """Seconds before a job is given back for which there was no thread or no process."""
 
@@ -102,6 +109,7 @@ class Attempts:
         waits: Callable[[], None],
         closing: Callable[[], bool],
         began: Callable[[Run], None],
+        told_beginnings: Sequence[events.Subscriber],
         written: Callable[[Run, Outcome], None],
         dropped: Callable[[Run], None],
         stop: Callable[[Run, Stop, str], None],
@@ -123,12 +131,18 @@ class Attempts:
         self._waits = waits
         self._closing = closing
         self._began = began
+        self._told_beginnings = told_beginnings
+        """Those who want to hear of them, if there are any."""
+
         self._written = written
         self._dropped = dropped
         self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
         self._plain: set[Task | None] = set()
         """Tasks whose jobs need nothing but their arguments."""
+
+        self._quick: dict[Task | None, Quick] = {}
+        """Those of them whose first step can be taken at once."""
 
         self.batches = Batches(transactions, decided=decided, more=more, timed=self._timed, stop=stop)
         self._at = at
@@ -140,6 +154,8 @@ class Attempts:
         would cost more than all the rest of the job's way.
         """
         task: Task | None = run.task
+        if task in self._quick and run.stop is None:
+            return self._begin_hooked(run) if self._hooked else self._begin_quick(run)
         if (
             task is None
             or task.transaction
@@ -150,32 +166,43 @@ class Attempts:
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
-        if self._hooked:
-            return self._begin_hooked(run)
-        self._began(run)
+        return self._begin_hooked(run) if self._hooked else self._begin_quick(run)
+
+    def _begin_quick(self, run: Run) -> Coroutine[Any, Any, None] | None:
+        if self._told_beginnings:
+            self._began(run)
         ending = self._first_step(run)
         return self._attempt(run, ending) if isinstance(ending, tuple) else self._ended(run, ending)
 
     def _first_step(self, run: Run) -> Ending | Begun:
         """How the handler ended, if its first step was its only one; else what is left of it."""
+        call: Callable[..., Any]
+        args, kwargs = NOTHING
         try:
-            call = self._prepared(run)
+            if (quick := self._quick.get(run.task)) is None:
+                call = self._prepared(run)
+            else:
+                call, read = quick
+                try:
+                    args, kwargs = read(run.payload or "null")
+                except InvalidArgument as error:
+                    raise UnfitArguments(str(error)) from None
         except Exception as error:  # noqa: BLE001  -- every ending is a value
             return Raised(error)
-        run.began = time.perf_counter()
+        run.began = began = clock()
         try:
-            coroutine, context = call(), isolation(run)
+            coroutine, context = call(*args, **kwargs), isolation(run)
             pending = context.run(coroutine.send, None)
         except StopIteration as end:
             ending: Ending = Returned(end.value)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
             if _retry(run.task).repeats(error, 0):
-                return call, _raise(error)
+                return partial(call, *args, **kwargs), _raise(error)
             ending = Raised(error)
         else:
             self._waits()
-            return call, Waiting(coroutine, pending, context.run)
-        run.took = time.perf_counter() - run.began
+            return partial(call, *args, **kwargs), Waiting(coroutine, pending, context.run)
+        run.took = clock() - began
         return ending
 
     async def _attempt(
@@ -195,7 +222,8 @@ class Attempts:
                 ending: Fate = Raised(Interrupted(run.stop.value))
             else:
                 if fresh:
-                    self._began(run)
+                    if self._told_beginnings:
+                        self._began(run)
                     run.began = time.perf_counter()
                 if between is not None:
                     ending = await between
@@ -215,8 +243,9 @@ class Attempts:
 
     def _begin_hooked(self, run: Run) -> Coroutine[Any, Any, None] | None:
         """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
-        self._began(run)
-        run.began = time.perf_counter()
+        if self._told_beginnings:
+            self._began(run)
+        run.began = clock()
         job = Claimed.by(run)
         if (waiting := self._tell_hooks(run, "before_job", self._hooks.before_job, job)) is not None:
             self._waits()
@@ -267,14 +296,17 @@ class Attempts:
         """
         if not hooks:
             return None
-        began = time.perf_counter()
-        for place, hook in enumerate(hooks):
+        began, place = clock(), 0
+        for hook in hooks:
+            place += 1
             try:
                 answer = hook(*given)
+                if answer is None:
+                    continue
                 step: Coroutine[Any, Any, None]
                 if type(answer) is CoroutineType:
                     step = answer
-                elif answer is not None and inspect.isawaitable(answer):
+                elif inspect.isawaitable(answer):
                     step = _waited_for(answer)
                 else:
                     continue
@@ -282,11 +314,11 @@ class Attempts:
                     pending = step.send(None)
                 except StopIteration:
                     continue
-                waiting, rest = Waiting(step, pending, directly), hooks[place + 1 :]
+                waiting, rest = Waiting(step, pending, directly), hooks[place:]
                 return self._rest_of_hooks(run, kind, began, waiting, rest, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
                 self._hook_failed(run, kind, error)
-        self.hook_times[kind].add(time.perf_counter() - began)
+        self.hook_times[kind].add(clock() - began)
         return None
 
     async def _rest_of_hooks(
@@ -320,7 +352,10 @@ class Attempts:
             return self._held(held, run, ending)
         if type(ending) is Returned and not (run.stop or run.done or run.concluded):  # as most do
             try:
-                outcome = _completed(run, ending.value)
+                if run.jobs:
+                    outcome = _completed(run, ending.value)
+                else:
+                    outcome = Outcome(run, COMPLETED, None, run.task.signature.encode_result(ending.value))
             except Exception:  # noqa: BLE001, S110  -- it is looked at again, with patience
                 pass
             else:
@@ -401,6 +436,8 @@ class Attempts:
             run.context = Context(run, self, timeout)
         elif timeout is None:
             self._plain.add(task)
+            if task.executor == "loop" and not (task.transaction or self._at):
+                self._quick[task] = task.function, task.signature.decode_json
         call = prepared(run)
         if task.batch:
             call = partial(self.batches.join, run, *call.args, *call.keywords.values())

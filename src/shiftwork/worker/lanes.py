@@ -153,6 +153,11 @@ class Lanes:
         self.together = Lane(known, limits=tuple(every)) if len(self.all) > 1 else None
         """All lanes at once: up to what the fullest of them may still have, no limit can be exceeded."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything has a limit; if not, nobody need be told who takes and leaves."""
+        return bool(self._of or self._queue_limits)
+
     def in_turn(self) -> list[Lane]:
         """The lanes, another one first each time; as long as none is known to have a backlog, all together first.
 

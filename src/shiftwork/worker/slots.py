@@ -14,7 +14,7 @@ import contextlib
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ class Slots:
         self,
         many: int,
         begin: Callable[[Run], Coroutine[Any, Any, None] | None],
-        freed: Callable[[Run], None],
+        freed: Callable[[Sequence[Run]], None],
     ) -> None:
         """`begin` begins an attempt and gives what is left to await of it, None if it has ended by then."""
         self.many = many
@@ -49,10 +49,10 @@ class Slots:
         """How many jobs can begin now."""
         return self.many - len(self.busy) - len(self.ready)
 
-    def put(self, run: Run) -> None:
-        """A slot takes it."""
-        self.ready.append(run)
-        if len(self.ready) == 1:
+    def put(self, runs: Sequence[Run]) -> None:
+        """Slots take them."""
+        self.ready.extend(runs)
+        if len(self.ready) == len(runs):  # else somebody is at it
             self.wake()
 
     def wake(self) -> None:
@@ -70,14 +70,12 @@ class Slots:
     async def _slot(self) -> None:
         me = asyncio.current_task()
         assert me is not None  # noqa: S101
-        ready, busy = self.ready, self.busy
+        busy = self.busy
         loop = asyncio.get_running_loop()
         while True:
-            while ready:
-                run = ready.popleft()
-                if (rest := self._begin(run)) is None:
-                    self._freed(run)
-                else:
+            while self.ready:
+                if (waiting := self._begin_some(me)) is not None:
+                    run, rest = waiting
                     run.slot = me
                     busy.add(run)
                     try:
@@ -85,7 +83,7 @@ class Slots:
                     finally:
                         busy.discard(run)
                         run.slot = None
-                        self._freed(run)
+                        self._freed((run,))
                     if self.closing:
                         return
                 if me.cancelling():
@@ -102,6 +100,22 @@ class Slots:
                     raise
                 await _forget_cancelling(me)
             self._turn = time.perf_counter()
+
+    def _begin_some(self, me: asyncio.Task[None]) -> tuple[Run, Coroutine[Any, Any, None]] | None:
+        """Begin jobs until one waits, which is given back with what is left of it, or until others have to have a turn."""
+        ready, begin, clock, until = self.ready, self._begin, time.perf_counter, self._turn + TURN
+        ended: list[Run] = []
+        waiting = None
+        while ready:
+            run = ready.popleft()
+            if (rest := begin(run)) is not None:
+                waiting = run, rest
+                break
+            ended.append(run)
+            if clock() > until or me.cancelling():
+                break
+        self._freed(ended)
+        return waiting
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,8 +147,9 @@ async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
 
 def isolation(run: Run) -> Context:
     """A context (of context variables) for the handler of a job alone."""
+    before = current.set(run)  # here, since to enter the other one for it takes longer than all of this
     context = copy_context()
-    context.run(current.set, run)
+    current.reset(before)
     return context
 
 

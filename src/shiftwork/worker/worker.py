@@ -126,8 +126,8 @@ class Worker:
         self._queues, self._budgets = served(settings, tasks), Budgets(settings.queue_budgets)
         self._lanes = Lanes(settings, tasks, self._queues, self._budgets)
         self._limits, self._hooks = limits or {}, hooks or Hooks()
-        self._subscribers = list(subscribers)
-        self._middleware = middleware
+        self._subscribers, self._middleware = list(subscribers), middleware
+        self._told_beginnings: list[Subscriber] = []
         self._revive = revive
         self._process_begin = begin
         self._at = at
@@ -235,6 +235,7 @@ class Worker:
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
             began=self._began,
+            told_beginnings=self._told_beginnings,
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
             stop=self.tell,
@@ -366,7 +367,7 @@ class Worker:
 
     def _ask_subscribers(self) -> None:
         """Who wants to hear of what happens with every job, and is not worth an event otherwise."""
-        self._told_beginnings = [one for one in self._subscribers if _wants(one, events.JobBegan)]
+        self._told_beginnings[:] = [one for one in self._subscribers if _wants(one, events.JobBegan)]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -514,25 +515,29 @@ class Worker:
 
     def _take_in(self, claimed: Claimed) -> None:
         tasks, holding, slots, lanes = self._tasks, self.holding, self._slots, self._lanes
-        worker, at = claimed.worker, claimed.at
+        worker, at, started = claimed.worker, claimed.at, claimed.started
+        limited, stops = lanes.is_limited, self._stopping is not None
+        begin: list[Run] = []
         for place, taken in enumerate(claimed.taken):
-            run = Run(*taken, worker=worker, claimed_at=at, task=tasks.get(taken[1]))
-            former = holding.get(run.id)
+            run = Run(*taken, worker, at, tasks.get(taken[1]))
+            former = holding.get(taken[0])
             if former is not None and not (former.ended or former.concluding):
                 # Lost without our knowing. Two attempts of one job do not run here at once; but one that has ended, and
                 # of which only the answer has not come yet, is in nobody's way.
                 self.tell(former, Stop.LOST, "another attempt of it began")
                 self._settling.give_back(run, after=AGAIN)
                 continue
-            holding[run.id] = run
-            lanes.take(run)
-            if self._stopping is not None:
+            holding[taken[0]] = run
+            if limited:
+                lanes.take(run)
+            if stops:
                 self._settling.give_back(run)
-            elif place < claimed.started:
-                slots.put(run)
+            elif place < started:
+                begin.append(run)
             else:
                 run.waited = time.perf_counter()
                 self._backlog.append(run)
+        slots.put(begin)
         self.jobs += len(claimed.taken)
         if self._budgets:
             self._budgets.count(map(_queue_of, claimed.taken))
@@ -554,7 +559,7 @@ class Worker:
             answer = answers.get(run.id, "lost")
             if answer == "started" and run.stop is None and self._stopping is None:
                 run.waited = time.perf_counter() - run.waited
-                self._slots.put(run)
+                self._slots.put((run,))
                 continue
             self._lanes.leave(run)
             if answer in {"started", "busy"}:
@@ -747,15 +752,15 @@ class Worker:
         if self._subscribers:
             self._publish(_end(run, outcome, answer))
 
-    def _freed(self, run: Run) -> None:
-        self._lanes.leave(run)
+    def _freed(self, runs: Sequence[Run]) -> None:
+        if self._lanes.is_limited:
+            for run in runs:
+                self._lanes.leave(run)
         if self._hungry or self._backlog:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        if self._told_beginnings:
-            began = events.JobBegan(run.id, run.name, run.queue, run.attempt)
-            self._publish(began, self._told_beginnings)
+        self._publish(events.JobBegan(run.id, run.name, run.queue, run.attempt), self._told_beginnings)
 
     def _heard_work(self, queue: str) -> None:
         if queue in {"", REGISTRY}:
