@@ -154,21 +154,15 @@ class Attempts:
         would cost more than all the rest of the job's way.
         """
         task: Task | None = run.task
-        if task in self._quick and run.stop is None:
-            return self._begin_hooked(run) if self._hooked else self._begin_quick(run)
-        if (
-            task is None
-            or task.transaction
-            or task.executor != "loop"
-            or self._middleware
-            or run.stop is not None
+        if run.stop is not None or (
+            task not in self._quick
+            and (task is None or task.transaction or task.executor != "loop" or self._middleware)
         ):
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
-        return self._begin_hooked(run) if self._hooked else self._begin_quick(run)
-
-    def _begin_quick(self, run: Run) -> Coroutine[Any, Any, None] | None:
+        if self._hooked:
+            return self._begin_hooked(run)
         if self._told_beginnings:
             self._began(run)
         ending = self._first_step(run)
@@ -436,7 +430,7 @@ class Attempts:
             run.context = Context(run, self, timeout)
         elif timeout is None:
             self._plain.add(task)
-            if task.executor == "loop" and not (task.transaction or self._at):
+            if task.executor == "loop" and not task.transaction:
                 self._quick[task] = task.function, task.signature.decode_json
         call = prepared(run)
         if task.batch:
