@@ -214,6 +214,7 @@ class Worker:
             self._store,
             Line(self.settings, self._name, self._revive),
             answered=self._answered,
+            settled=self._settled,
             trouble=lambda error: self._trouble("settling", error),
             more=lambda: bool(self._slots.ready),
             wrote=lambda jobs, seconds: self._publish(events.Settled(jobs, seconds)),
@@ -368,6 +369,7 @@ class Worker:
     def _ask_subscribers(self) -> None:
         """Who wants to hear of what happens with every job, and is not worth an event otherwise."""
         self._told_beginnings[:] = [one for one in self._subscribers if _wants(one, events.JobBegan)]
+        self._told_ends = [_of_ends(one) for one in self._subscribers]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -743,14 +745,34 @@ class Worker:
             return
         if self.holding.get(run.id) is run:
             del self.holding[run.id]
-            if not self.holding and (self.settings.stop_when_idle or self.settings.max_jobs):
-                self._wake()
-            if self._full:
-                self._lanes.look()  # what was passed by may have room now
-                self._sleep.hurry()
-                self._wake()
+            self._let_go()
         if self._subscribers:
             self._publish(_end(run, outcome, answer))
+
+    def _settled(self, told: Sequence[tuple[Run, Outcome]]) -> None:
+        """The database has taken these outcomes."""
+        holding, ended = self.holding, []
+        for run, outcome in told:
+            if holding.get(run.id) is run:
+                del holding[run.id]
+            delay = None if outcome.delay is None else outcome.delay.total_seconds()
+            ended.append(
+                events.JobEnded(
+                    *(run.id, run.name, run.queue, run.attempt, outcome.state, run.took, outcome.error, delay)
+                )
+            )
+        self._let_go()
+        for tell in self._told_ends:
+            tell(ended)
+
+    def _let_go(self) -> None:
+        """Something is not held any more."""
+        if not self.holding and (self.settings.stop_when_idle or self.settings.max_jobs):
+            self._wake()
+        if self._full:
+            self._lanes.look()  # what was passed by may have room now
+            self._sleep.hurry()
+            self._wake()
 
     def _freed(self, runs: Sequence[Run]) -> None:
         if self._lanes.is_limited:
@@ -1045,6 +1067,24 @@ def _end(run: Run, outcome: Outcome | None, answer: str) -> Event:
 def _wants(subscriber: Subscriber, kind: type[Event]) -> bool:
     wants: Callable[[type[Event]], bool] | None = getattr(subscriber, "wants", None)
     return wants is None or wants(kind)
+
+
+def _of_ends(subscriber: Subscriber) -> Callable[[Sequence[events.JobEnded]], None]:
+    """How a subscriber is told of jobs that ended together."""
+    together: Callable[[Sequence[events.JobEnded]], None] | None = getattr(subscriber, "tell_ended", None)
+
+    def tell(ended: Sequence[events.JobEnded]) -> None:
+        if together is not None:
+            with contextlib.suppress(Exception):  # whoever looks on changes nothing
+                together(ended)
+            return
+        for event in ended:
+            try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
+                subscriber(event)
+            except Exception:  # noqa: BLE001, S110
+                pass
+
+    return tell
 
 
 def _bounded(wish: Mapping[str, int | None], claimed: Claimed) -> list[str]:
