@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -82,6 +82,15 @@ class After(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Around:
+    """Hooks before or after every job, and how long they took."""
+
+    kind: str
+    hooks: Sequence[Callable[..., Any]]
+    took: Durations = field(default_factory=lambda: Durations(QUICK))
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
     """The outcome is in the database already."""
 
@@ -121,10 +130,11 @@ class Attempts:
         self._settling = settling
         self.transactions = transactions
         self._processes = processes
-        self._hooks = hooks
         self._hooked = bool(hooks.before_job or hooks.after_job)
         self._publish = publish
-        self.hook_times = {kind: Durations(QUICK) for kind in ("before_job", "after_job")}
+        self._before = Around("before_job", hooks.before_job)
+        self._after = Around("after_job", hooks.after_job)
+        self.hook_times = {around.kind: around.took for around in (self._before, self._after)}
         """How long those before and after each job took, kept here and not told: they are as many as jobs."""
 
         self._middleware = tuple(middleware)
@@ -223,7 +233,7 @@ class Attempts:
                     ending = await between
                 elif self._hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, "before_job", self._hooks.before_job, job)
+                    before = self._tell_hooks(run, self._before, job)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -241,14 +251,14 @@ class Attempts:
             self._began(run)
         run.began = clock()
         job = Claimed.by(run)
-        if (waiting := self._tell_hooks(run, "before_job", self._hooks.before_job, job)) is not None:
+        if (waiting := self._tell_hooks(run, self._before, job)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
         failure = None if isinstance(ending, Returned) else _failure(ending)
-        if (waiting := self._tell_hooks(run, "after_job", self._hooks.after_job, job, failure)) is not None:
+        if (waiting := self._tell_hooks(run, self._after, job, failure)) is not None:
             self._waits()
             return self._attempt(run, between=self._after_hooks(run, waiting, ending))
         return self._ended(run, ending)
@@ -267,7 +277,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, "after_job", self._hooks.after_job, job, _failure(ending))
+            after = self._tell_hooks(run, self._after, job, _failure(ending))
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -281,18 +291,15 @@ class Attempts:
                 raise
         return ending
 
-    def _tell_hooks(
-        self, run: Run, kind: str, hooks: Sequence[Callable[..., Any]], *given: object
-    ) -> Coroutine[Any, Any, None] | None:
+    def _tell_hooks(self, run: Run, around: Around, *given: object) -> Coroutine[Any, Any, None] | None:
         """Call hooks, one after the other; what is left to await, if one of them waits.
 
         One that fails is a warning on the job, and changes nothing.
         """
-        if not hooks:
+        if not (hooks := around.hooks):
             return None
-        began, place = clock(), 0
-        for hook in hooks:
-            place += 1
+        began = clock()
+        for place, hook in enumerate(hooks, 1):
             try:
                 answer = hook(*given)
                 if answer is None:
@@ -309,16 +316,16 @@ class Attempts:
                 except StopIteration:
                     continue
                 waiting, rest = Waiting(step, pending, directly), hooks[place:]
-                return self._rest_of_hooks(run, kind, began, waiting, rest, *given)
+                return self._rest_of_hooks(run, around, began, waiting, rest, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, kind, error)
-        self.hook_times[kind].add(clock() - began)
+                self._hook_failed(run, around.kind, error)
+        around.took.add(clock() - began)
         return None
 
     async def _rest_of_hooks(
         self,
         run: Run,
-        kind: str,
+        around: Around,
         began: float,
         waiting: Awaitable[None],
         hooks: Sequence[Callable[..., Any]],
@@ -327,13 +334,13 @@ class Attempts:
         try:
             await waiting
         except Exception as error:  # noqa: BLE001  -- it is not ours
-            self._hook_failed(run, kind, error)
+            self._hook_failed(run, around.kind, error)
         for hook in hooks:
             try:
                 await call_hook(hook, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, kind, error)
-        self.hook_times[kind].add(time.perf_counter() - began)
+                self._hook_failed(run, around.kind, error)
+        around.took.add(clock() - began)
 
     def _hook_failed(self, run: Run, kind: str, error: Exception) -> None:
         failed = f"{type(error).__name__}: {error}"

@@ -518,7 +518,8 @@ class Worker:
     def _take_in(self, claimed: Claimed) -> None:
         tasks, holding, slots, lanes = self._tasks, self.holding, self._slots, self._lanes
         worker, at, started = claimed.worker, claimed.at, claimed.started
-        limited, stops = lanes.is_limited, self._stopping is not None
+        stops = self._stopping is not None
+        kept: list[Run] = []
         begin: list[Run] = []
         for place, taken in enumerate(claimed.taken):
             run = Run(*taken, worker, at, tasks.get(taken[1]))
@@ -530,8 +531,7 @@ class Worker:
                 self._settling.give_back(run, after=AGAIN)
                 continue
             holding[taken[0]] = run
-            if limited:
-                lanes.take(run)
+            kept.append(run)
             if stops:
                 self._settling.give_back(run)
             elif place < started:
@@ -539,6 +539,7 @@ class Worker:
             else:
                 run.waited = time.perf_counter()
                 self._backlog.append(run)
+        lanes.take(kept)
         slots.put(begin)
         self.jobs += len(claimed.taken)
         if self._budgets:
@@ -563,7 +564,7 @@ class Worker:
                 run.waited = time.perf_counter() - run.waited
                 self._slots.put((run,))
                 continue
-            self._lanes.leave(run)
+            self._lanes.leave((run,))
             if answer in {"started", "busy"}:
                 self._settling.give_back(run)
             else:
@@ -719,7 +720,7 @@ class Worker:
             return
         if run in self._backlog:
             self._backlog.remove(run)
-            self._lanes.leave(run)
+            self._lanes.leave((run,))
             self._answered(run, None, "lost")
         else:
             self.tell(run, Stop.LOST, why)
@@ -775,14 +776,17 @@ class Worker:
             self._wake()
 
     def _freed(self, runs: Sequence[Run]) -> None:
-        if self._lanes.is_limited:
-            for run in runs:
-                self._lanes.leave(run)
+        self._lanes.leave(runs)
         if self._hungry or self._backlog:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        self._publish(events.JobBegan(run.id, run.name, run.queue, run.attempt), self._told_beginnings)
+        event = events.JobBegan(run.id, run.name, run.queue, run.attempt)
+        for subscriber in self._told_beginnings:
+            try:  # noqa: SIM105  -- as below
+                subscriber(event)
+            except Exception:  # noqa: BLE001, S110
+                pass
 
     def _heard_work(self, queue: str) -> None:
         if queue in {"", REGISTRY}:
@@ -819,8 +823,8 @@ class Worker:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
 
-    def _publish(self, event: Event, subscribers: Sequence[Subscriber] | None = None) -> None:
-        for subscriber in self._subscribers if subscribers is None else subscribers:
+    def _publish(self, event: Event) -> None:
+        for subscriber in self._subscribers:
             try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
                 subscriber(event)
             except Exception:  # noqa: BLE001, S110  -- whoever looks on changes nothing
@@ -872,8 +876,7 @@ class Worker:
         """Take over what is new in the registry, and let go of what is gone; what runs goes on."""
         await self._reached("registry")
         if await self._find_sql_tasks():
-            for run in (*self._backlog, *self._slots.ready, *self._slots.busy):
-                self._lanes.take(run)
+            self._lanes.take((*self._backlog, *self._slots.ready, *self._slots.busy))
             self._publish(events.TasksChanged(self.id, tuple(self._queues), tuple(sorted(self._tasks))))
             await self._line.perform(operations.register(self._store, worker=self.id, **self._serving))
 
