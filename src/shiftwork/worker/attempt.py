@@ -195,7 +195,8 @@ class Attempts:
             return Raised(error)
         run.began = began = clock()
         try:
-            coroutine, context = call(*args, **kwargs), isolation(run)
+            coroutine = call(*args, **kwargs) if kwargs else call(*args)
+            context = isolation(run)
             pending = context.run(coroutine.send, None)
         except StopIteration as end:
             ending: Ending = Returned(end.value)
@@ -233,7 +234,7 @@ class Attempts:
                     ending = await between
                 elif self._hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, self._before, job)
+                    before = self._tell_hooks(run, self._before, job, None)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -251,7 +252,7 @@ class Attempts:
             self._began(run)
         run.began = clock()
         job = Claimed.by(run)
-        if (waiting := self._tell_hooks(run, self._before, job)) is not None:
+        if (waiting := self._tell_hooks(run, self._before, job, None)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
@@ -291,17 +292,19 @@ class Attempts:
                 raise
         return ending
 
-    def _tell_hooks(self, run: Run, around: Around, *given: object) -> Coroutine[Any, Any, None] | None:
+    def _tell_hooks(
+        self, run: Run, around: Around, job: Job, failure: str | None
+    ) -> Coroutine[Any, Any, None] | None:
         """Call hooks, one after the other; what is left to await, if one of them waits.
 
         One that fails is a warning on the job, and changes nothing.
         """
         if not (hooks := around.hooks):
             return None
-        began = clock()
+        began, after = clock(), around is self._after
         for place, hook in enumerate(hooks, 1):
             try:
-                answer = hook(*given)
+                answer = hook(job, failure) if after else hook(job)
                 if answer is None:
                     continue
                 step: Coroutine[Any, Any, None]
@@ -316,6 +319,7 @@ class Attempts:
                 except StopIteration:
                     continue
                 waiting, rest = Waiting(step, pending, directly), hooks[place:]
+                given = (job, failure) if after else (job,)
                 return self._rest_of_hooks(run, around, began, waiting, rest, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
                 self._hook_failed(run, around.kind, error)
