@@ -50,7 +50,7 @@ from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
-from shiftwork.worker.slots import Deadlines, Waiting, directly, isolation
+from shiftwork.worker.slots import Deadlines, Waiting, directly, first_steps, isolation
 from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
@@ -148,6 +148,7 @@ class Attempts:
         self._dropped = dropped
         self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
+        self._steps = first_steps()
         self._plain: set[Task | None] = set()
         """Tasks whose jobs need nothing but their arguments."""
 
@@ -193,20 +194,25 @@ class Attempts:
                     raise UnfitArguments(str(error)) from None
         except Exception as error:  # noqa: BLE001  -- every ending is a value
             return Raised(error)
+        steps = self._steps
         run.began = began = clock()
         try:
             coroutine = call(*args, **kwargs) if kwargs else call(*args)
+            if type(coroutine) is not CoroutineType:
+                coroutine = _waited_for(coroutine)
             context = isolation(run)
-            pending = context.run(coroutine.send, None)
-        except StopIteration as end:
-            ending: Ending = Returned(end.value)
+            answer = context.run(steps.send, coroutine)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            self._steps = first_steps()
             if _retry(run.task).repeats(error, 0):
                 return partial(call, *args, **kwargs), _raise(error)
-            ending = Raised(error)
+            ending: Ending = Raised(error)
         else:
-            self._waits()
-            return partial(call, *args, **kwargs), Waiting(coroutine, pending, context.run)
+            if type(answer) is not Returned:
+                self._steps = first_steps()
+                self._waits()
+                return partial(call, *args, **kwargs), Waiting(steps, answer, context.run)
+            ending = answer
         run.took = clock() - began
         return ending
 
@@ -307,22 +313,22 @@ class Attempts:
                 answer = hook(job, failure) if after else hook(job)
                 if answer is None:
                     continue
-                step: Coroutine[Any, Any, None]
-                if type(answer) is CoroutineType:
-                    step = answer
-                elif inspect.isawaitable(answer):
-                    step = _waited_for(answer)
-                else:
+                if type(answer) is not CoroutineType:
+                    if not inspect.isawaitable(answer):
+                        continue
+                    answer = _waited_for(answer)
+                steps = self._steps
+                if type(pending := steps.send(answer)) is Returned:
                     continue
-                try:
-                    pending = step.send(None)
-                except StopIteration:
-                    continue
-                waiting, rest = Waiting(step, pending, directly), hooks[place:]
+                self._steps = first_steps()
+                waiting, rest = Waiting(steps, pending, directly), hooks[place:]
                 given = (job, failure) if after else (job,)
                 return self._rest_of_hooks(run, around, began, waiting, rest, *given)
-            except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, around.kind, error)
+            except BaseException as error:
+                self._steps = first_steps()
+                if not isinstance(error, Exception):
+                    raise
+                self._hook_failed(run, around.kind, error)  # it is not ours
         around.took.add(clock() - began)
         return None
 
@@ -710,8 +716,8 @@ def _retry(task: Task) -> Retry:
     return task.retry or USUAL
 
 
-async def _waited_for(answer: Awaitable[None]) -> None:
-    await answer
+async def _waited_for(answer: Awaitable[Any]) -> Any:  # noqa: ANN401
+    return await answer
 
 
 async def _raise(error: BaseException) -> None:

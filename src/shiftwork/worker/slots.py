@@ -13,13 +13,16 @@ import asyncio
 import contextlib
 import heapq
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
 from typing import Any, Self
 
+from shiftwork.outcome import Returned
 from shiftwork.worker.run import Run, Stop, current
 
+Steps = Generator[Any, Any, None]
 TURN = 0.005
 """Seconds for which a slot goes on without letting others have a turn."""
 
@@ -153,11 +156,31 @@ def isolation(run: Run) -> Context:
     return context
 
 
+def first_steps() -> Steps:
+    """Takes the first step of each coroutine that is sent to it, and gives `Returned` if that was its only one.
+
+    A coroutine that is sent to by hand says by an exception that it has returned, which takes longer than all of a short
+    one; when it is awaited it need not. One that waits keeps what awaits it, and one that raises ends it: then the next
+    needs another.
+    """
+    steps: Steps = _steps()
+    steps.send(None)
+    return steps
+
+
+@types.coroutine
+def _steps() -> Any:  # noqa: ANN401
+    ended = None
+    while True:
+        coroutine = yield ended
+        ended = Returned((yield from coroutine))
+
+
 def rest_of(
-    coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+    coroutine: Coroutine[Any, Any, Any] | Steps, pending: object, step: Callable[..., Any]
 ) -> Generator[Any, Any, Any]:
     """What is left of a coroutine whose first step was taken by hand, and waits for this."""
-    while True:
+    while type(pending) is not Returned:
         try:
             try:
                 answer = yield pending
@@ -170,6 +193,7 @@ def rest_of(
                 pending = step(coroutine.send, answer)
         except StopIteration as end:
             return end.value
+    return pending.value
 
 
 class Waiting:
@@ -178,7 +202,7 @@ class Waiting:
     __slots__ = ("_coroutine", "_pending", "_step")
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+        self, coroutine: Coroutine[Any, Any, Any] | Steps, pending: object, step: Callable[..., Any]
     ) -> None:
         self._coroutine = coroutine
         self._pending = pending
