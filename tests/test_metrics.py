@@ -26,7 +26,7 @@ from shiftwork.errors import ConfigurationError
 from shiftwork.events import DatabaseAway, DatabaseBack, WorkerStarted
 from shiftwork.worker import endpoint
 from shiftwork.worker import worker as main_loop
-from shiftwork.worker.metrics import BOUNDS, MOST_TASKS, Metrics
+from shiftwork.worker.metrics import BOUNDS, MOST_TASKS, Durations, Metrics
 from tests import pooler
 from tests.harness import Protocol
 from tests.wire import Wire
@@ -176,6 +176,17 @@ def test_durations_are_counted_in_twelve_buckets_from_5_ms_on() -> None:
     }
     assert len(buckets) == 13
     assert (buckets["0.005"], buckets["0.0125"], buckets["+Inf"]) == (2, 3, 4)
+
+
+def test_durations_that_are_added_together_are_counted_as_they_are_one_by_one() -> None:
+    took = [0.0, BOUNDS[0], 0.006, BOUNDS[3], 0.2, 1000.0, BOUNDS[-1], 0.2]
+    for many in ([], took[:1], took[5:6], took):
+        together, one_by_one = Durations(BOUNDS), Durations(BOUNDS)
+        together.add_all(list(many))
+        for seconds in many:
+            one_by_one.add(seconds)
+        assert together.many == one_by_one.many
+        assert together.total == pytest.approx(one_by_one.total)
 
 
 async def test_the_most_in_flight_since_the_last_scrape_is_told_and_not_just_what_is_in_flight_then(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -878,6 +878,36 @@ async def test_a_subscriber_that_raises_changes_nothing(app: App) -> None:
         await shop.ended(job, state="completed")
     assert [type(event) for event in called] == [type(event) for event in shop.events]
     assert isinstance(called[-1], WorkerStopped)
+
+
+async def test_jobs_that_end_together_are_told_of_one_by_one_and_together_whoever_fails(app: App) -> None:
+    one_by_one: list[int] = []
+    together: list[int] = []
+
+    class Counting:
+        def __call__(self, event: Event) -> None:
+            assert not isinstance(event, JobEnded)
+
+        def tell_ended(self, jobs: Sequence[JobEnded]) -> None:
+            together.extend(event.job for event in jobs)
+            raise RuntimeError("I do not like what I see")
+
+    app.subscribe(Counting())
+
+    @app.subscribe
+    def look(event: Event) -> None:
+        if isinstance(event, JobEnded):
+            one_by_one.append(event.job)
+            raise RuntimeError("neither do I")
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app, Workshop(app) as shop:
+        jobs = [await work.aenqueue() for _ in range(20)]
+        await shop.ended(*jobs, state="completed")
+    assert one_by_one == together
+    assert sorted(together) == [job.id for job in jobs]
 
 
 async def test_a_worker_refuses_a_database_without_the_schema(empty_dsn: str) -> None:

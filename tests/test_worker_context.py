@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -16,7 +17,7 @@ import pytest
 
 from shiftwork import App, ConfigurationError, Context, FenceLost, InvalidArgument, Retry, State
 from shiftwork.events import JobBegan, JobEnded, JobLost
-from shiftwork.logs import JsonFormatter, Stream, TextFormatter
+from shiftwork.logs import JsonFormatter, Stream, Telling, TextFormatter
 from tests.workshop import Latch, Workshop
 
 AT_ONCE = Retry(delays=timedelta(), jitter=0)
@@ -710,3 +711,37 @@ async def test_log_lines_can_be_read_by_programs(
     [started] = [line for line in lines if line.get("event") == "WorkerStarted"]
     assert (started["worker"], started["queues"]) == (shop.worker.id, ["default"])
     assert all(line["at"].endswith("Z") and line["level"] for line in lines)
+
+
+@pytest.mark.parametrize("form", [TextFormatter, JsonFormatter])
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_jobs_that_ended_together_have_the_lines_that_they_have_one_by_one(
+    form: type[TextFormatter | JsonFormatter], level: int
+) -> None:
+    # spec: SH-27
+    error = {"code": "ValueError", "message": "oh\x1b[31m no"}
+    ended = [
+        JobEnded(1, "good", "default", 1, "completed", 0.0123),
+        JobEnded(2, "bad", "default", 2, "failed", 0.5, error),
+        JobEnded(3, "good", "mail", 1, "completed", 61.0),
+        JobEnded(4, "two\nlines", "default", 1, "completed", 0.0),
+        JobEnded(5, "good", "default", 1, "scheduled", 0.1, error, 60.0),
+        JobEnded(6, "good", "default", 1, "waiting", 0.1),
+    ]
+
+    def lines(tell: Callable[[Telling], None]) -> list[str]:
+        handler = Stream(form())
+        handler.stream = io.StringIO()
+        logger = logging.Logger("alone", level)
+        logger.addHandler(handler)
+        tell(Telling(logger))
+        written = handler.stream.getvalue()
+        return re.sub(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\.\d{3}", "", written).splitlines()
+
+    def one_by_one(telling: Telling) -> None:
+        for event in ended:
+            telling(event)
+
+    together = lines(lambda telling: telling.tell_ended(ended))
+    assert together == lines(one_by_one)
+    assert len(together) == (6 if level == logging.INFO else 2)

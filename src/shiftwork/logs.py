@@ -9,7 +9,8 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TextIO
 
 import msgspec
@@ -47,6 +48,26 @@ class Telling:
         record = logging.LogRecord(self._logger.name, level, "", 0, words, None, None)
         record.event = event
         self._logger.handle(record)
+
+    def tell_ended(self, jobs: Sequence[events.JobEnded]) -> None:
+        """Render jobs that ended together; most have completed, and their lines are all of one kind."""
+        heading = None if self._stream is None else self._stream.heading(logging.INFO)
+        told = self._logger.isEnabledFor(logging.INFO)
+        lines: list[str] = []
+        for event in jobs:
+            if heading is None or event.state != "completed":
+                self._put(lines)
+                with contextlib.suppress(Exception):  # what else handles log records may fail on one of them
+                    self(event)
+            elif told:
+                about, took = _about(event.task, event.queue), _took(event.seconds)
+                lines.append(f"{heading}job {event.job} {about}{event.attempt}) completed in {took}")
+        self._put(lines)
+
+    def _put(self, lines: list[str]) -> None:
+        if lines and self._stream is not None:
+            self._stream.put(lines)
+            lines.clear()
 
 
 def _sole_stream(logger: logging.Logger) -> Stream | None:
@@ -271,6 +292,11 @@ def _ended(event: events.JobEnded) -> tuple[int, str]:
     return level, f"{job} {state} after {took}{why}"
 
 
+@lru_cache
+def _about(task: str, queue: str) -> str:
+    return clean(f"{task} (queue {queue}, attempt ")
+
+
 def _took(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
@@ -301,11 +327,15 @@ class TextFormatter(logging.Formatter):
 
     def line(self, at: float, level: int, words: str, _: Event | None = None) -> str:
         """One line."""
+        return f"{self.heading(at, level)}{clean(words)}"
+
+    def heading(self, at: float, level: int) -> str:
+        """What a line begins with."""
         moment = int(at * 1000)
         if self._moment != moment:  # many lines share one
             self._moment = moment
             self._stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{moment % 1000:03d}"
-        return f"{self._stamp} {logging.getLevelName(level):<7} {self._which}{clean(words)}"
+        return f"{self._stamp} {logging.getLevelName(level):<7} {self._which}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -352,7 +382,7 @@ class Stream(logging.StreamHandler[TextIO]):
         event = getattr(record, "event", None)
         try:
             if event is None:
-                self._put(self.format(record))
+                self.put([self.format(record)])
             else:
                 self.tell(record.levelno, record.getMessage(), event)
         except Exception:  # noqa: BLE001  -- as in logging: a bad line is no reason to fail
@@ -360,11 +390,16 @@ class Stream(logging.StreamHandler[TextIO]):
 
     def tell(self, level: int, words: str, event: Event) -> None:
         """Write what an event says."""
-        self._put(self._form.line(time.time(), level, words, event))
+        self.put([self._form.line(time.time(), level, words, event)])
 
-    def _put(self, line: str) -> None:
-        self._lines.append(line)
-        if len(self._lines) == 1:
+    def heading(self, level: int) -> str | None:
+        """What lines begin with now, if words are all that follows."""
+        return self._form.heading(time.time(), level) if isinstance(self._form, TextFormatter) else None
+
+    def put(self, lines: list[str]) -> None:
+        """Write these lines soon."""
+        self._lines.extend(lines)
+        if len(self._lines) == len(lines):
             try:
                 asyncio.get_running_loop().call_soon(self.flush)
             except RuntimeError:

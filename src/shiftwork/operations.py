@@ -506,12 +506,13 @@ class _Told(msgspec.Struct, omit_defaults=True, gc=False):
     jobs: Sequence[NewJob[object]] | None = None
 
 
+DONE = State.COMPLETED
 _COMPLETED = b'{"id":%d,"attempt":%d,"state":"completed","failure":false,"result":%b}'
 
 
 def encode_outcome(outcome: Outcome, jobs: Sequence[NewJob[object]] = ()) -> bytes:
     """An outcome for `settle_encoded`; `jobs` are enqueued with it, if it completes."""
-    if outcome.state is State.COMPLETED and outcome.result is not None and not (jobs or outcome.jobs):
+    if outcome.state is DONE and outcome.result is not None and not (jobs or outcome.jobs):
         return _COMPLETED % (outcome.job.id, outcome.job.attempt, outcome.result)  # as most do
     return _encoder.encode(
         _Told(

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -20,6 +20,7 @@ import msgspec
 from psycopg import AsyncConnection, Connection
 
 from shiftwork import events, operations
+from shiftwork.codec import Call
 from shiftwork.context import Context
 from shiftwork.database import Plan, alend, arun, lend
 from shiftwork.database import run as carry_out
@@ -49,7 +50,7 @@ from shiftwork.worker.pipe import Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
-from shiftwork.worker.slots import Deadlines, Waiting, directly, isolation
+from shiftwork.worker.slots import Deadlines, Waiting, directly, first_steps, isolation
 from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
@@ -59,10 +60,16 @@ At = Callable[[str], Awaitable[None] | None]
 """Called at named points; what it gives, if it gives something, is awaited there."""
 
 Ending = Returned | Raised
+Quick = tuple[Callable[..., Any], Callable[[str], Call]]
+"""A handler, and what reads its arguments."""
+
 Begun = tuple[partial[Any], Awaitable[Any]]
 """A handler with its arguments, and what is left of its first call."""
 
 USUAL = Retry()
+NOTHING: Call = ((), {})
+COMPLETED = State.COMPLETED
+clock = time.perf_counter
 NOT_NOW = 1.0
 """Seconds before a job is given back for which there was no thread or no process."""
 
@@ -72,6 +79,15 @@ class After(Enum):
 
     DROPPED = "dropped"  # it is not ours any more
     GIVEN_BACK = "given back"  # nothing is counted against it, unless it crashed
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Hooks before or after every job, and how long they took."""
+
+    kind: str
+    hooks: Sequence[Callable[..., Any]]
+    took: Durations = field(default_factory=lambda: Durations(QUICK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class Attempts:
         waits: Callable[[], None],
         closing: Callable[[], bool],
         began: Callable[[Run], None],
+        told_beginnings: Sequence[events.Subscriber],
         written: Callable[[Run, Outcome], None],
         dropped: Callable[[Run], None],
         stop: Callable[[Run, Stop, str], None],
@@ -113,22 +130,30 @@ class Attempts:
         self._settling = settling
         self.transactions = transactions
         self._processes = processes
-        self._hooks = hooks
         self._hooked = bool(hooks.before_job or hooks.after_job)
         self._publish = publish
-        self.hook_times = {kind: Durations(QUICK) for kind in ("before_job", "after_job")}
+        self._before = Around("before_job", hooks.before_job)
+        self._after = Around("after_job", hooks.after_job)
+        self.hook_times = {around.kind: around.took for around in (self._before, self._after)}
         """How long those before and after each job took, kept here and not told: they are as many as jobs."""
 
         self._middleware = tuple(middleware)
         self._waits = waits
         self._closing = closing
         self._began = began
+        self._told_beginnings = told_beginnings
+        """Those who want to hear of them, if there are any."""
+
         self._written = written
         self._dropped = dropped
         self._threads = transactions.threads
         self._deadlines = Deadlines(stop)
+        self._steps = first_steps()
         self._plain: set[Task | None] = set()
         """Tasks whose jobs need nothing but their arguments."""
+
+        self._quick: dict[Task | None, Quick] = {}
+        """Those of them whose first step can be taken at once."""
 
         self.batches = Batches(transactions, decided=decided, more=more, timed=self._timed, stop=stop)
         self._at = at
@@ -140,42 +165,55 @@ class Attempts:
         would cost more than all the rest of the job's way.
         """
         task: Task | None = run.task
-        if (
-            task is None
-            or task.transaction
-            or task.executor != "loop"
-            or self._middleware
-            or run.stop is not None
+        if run.stop is not None or (
+            task not in self._quick
+            and (task is None or task.transaction or task.executor != "loop" or self._middleware)
         ):
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
         if self._hooked:
             return self._begin_hooked(run)
-        self._began(run)
+        if self._told_beginnings:
+            self._began(run)
         ending = self._first_step(run)
         return self._attempt(run, ending) if isinstance(ending, tuple) else self._ended(run, ending)
 
     def _first_step(self, run: Run) -> Ending | Begun:
         """How the handler ended, if its first step was its only one; else what is left of it."""
+        call: Callable[..., Any]
+        args, kwargs = NOTHING
         try:
-            call = self._prepared(run)
+            if (quick := self._quick.get(run.task)) is None:
+                call = self._prepared(run)
+            else:
+                call, read = quick
+                try:
+                    args, kwargs = read(run.payload or "null")
+                except InvalidArgument as error:
+                    raise UnfitArguments(str(error)) from None
         except Exception as error:  # noqa: BLE001  -- every ending is a value
             return Raised(error)
-        run.began = time.perf_counter()
+        steps = self._steps
+        run.began = began = clock()
         try:
-            coroutine, context = call(), isolation(run)
-            pending = context.run(coroutine.send, None)
-        except StopIteration as end:
-            ending: Ending = Returned(end.value)
+            coroutine = call(*args, **kwargs) if kwargs else call(*args)
+            if type(coroutine) is not CoroutineType:
+                coroutine = _waited_for(coroutine)
+            context = isolation(run)
+            answer = context.run(steps.send, coroutine)
         except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            self._steps = first_steps()
             if _retry(run.task).repeats(error, 0):
-                return call, _raise(error)
-            ending = Raised(error)
+                return partial(call, *args, **kwargs), _raise(error)
+            ending: Ending = Raised(error)
         else:
-            self._waits()
-            return call, Waiting(coroutine, pending, context.run)
-        run.took = time.perf_counter() - run.began
+            if type(answer) is not Returned:
+                self._steps = first_steps()
+                self._waits()
+                return partial(call, *args, **kwargs), Waiting(steps, answer, context.run)
+            ending = answer
+        run.took = clock() - began
         return ending
 
     async def _attempt(
@@ -195,13 +233,14 @@ class Attempts:
                 ending: Fate = Raised(Interrupted(run.stop.value))
             else:
                 if fresh:
-                    self._began(run)
+                    if self._told_beginnings:
+                        self._began(run)
                     run.began = time.perf_counter()
                 if between is not None:
                     ending = await between
                 elif self._hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, "before_job", self._hooks.before_job, job)
+                    before = self._tell_hooks(run, self._before, job, None)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -215,17 +254,18 @@ class Attempts:
 
     def _begin_hooked(self, run: Run) -> Coroutine[Any, Any, None] | None:
         """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
-        self._began(run)
-        run.began = time.perf_counter()
+        if self._told_beginnings:
+            self._began(run)
+        run.began = clock()
         job = Claimed.by(run)
-        if (waiting := self._tell_hooks(run, "before_job", self._hooks.before_job, job)) is not None:
+        if (waiting := self._tell_hooks(run, self._before, job, None)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
         failure = None if isinstance(ending, Returned) else _failure(ending)
-        if (waiting := self._tell_hooks(run, "after_job", self._hooks.after_job, job, failure)) is not None:
+        if (waiting := self._tell_hooks(run, self._after, job, failure)) is not None:
             self._waits()
             return self._attempt(run, between=self._after_hooks(run, waiting, ending))
         return self._ended(run, ending)
@@ -244,7 +284,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, "after_job", self._hooks.after_job, job, _failure(ending))
+            after = self._tell_hooks(run, self._after, job, _failure(ending))
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -259,40 +299,43 @@ class Attempts:
         return ending
 
     def _tell_hooks(
-        self, run: Run, kind: str, hooks: Sequence[Callable[..., Any]], *given: object
+        self, run: Run, around: Around, job: Job, failure: str | None
     ) -> Coroutine[Any, Any, None] | None:
         """Call hooks, one after the other; what is left to await, if one of them waits.
 
         One that fails is a warning on the job, and changes nothing.
         """
-        if not hooks:
+        if not (hooks := around.hooks):
             return None
-        began = time.perf_counter()
-        for place, hook in enumerate(hooks):
+        began, after = clock(), around is self._after
+        for place, hook in enumerate(hooks, 1):
             try:
-                answer = hook(*given)
-                step: Coroutine[Any, Any, None]
-                if type(answer) is CoroutineType:
-                    step = answer
-                elif answer is not None and inspect.isawaitable(answer):
-                    step = _waited_for(answer)
-                else:
+                answer = hook(job, failure) if after else hook(job)
+                if answer is None:
                     continue
-                try:
-                    pending = step.send(None)
-                except StopIteration:
+                if type(answer) is not CoroutineType:
+                    if not inspect.isawaitable(answer):
+                        continue
+                    answer = _waited_for(answer)
+                steps = self._steps
+                if type(pending := steps.send(answer)) is Returned:
                     continue
-                waiting, rest = Waiting(step, pending, directly), hooks[place + 1 :]
-                return self._rest_of_hooks(run, kind, began, waiting, rest, *given)
-            except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, kind, error)
-        self.hook_times[kind].add(time.perf_counter() - began)
+                self._steps = first_steps()
+                waiting, rest = Waiting(steps, pending, directly), hooks[place:]
+                given = (job, failure) if after else (job,)
+                return self._rest_of_hooks(run, around, began, waiting, rest, *given)
+            except BaseException as error:
+                self._steps = first_steps()
+                if not isinstance(error, Exception):
+                    raise
+                self._hook_failed(run, around.kind, error)  # it is not ours
+        around.took.add(clock() - began)
         return None
 
     async def _rest_of_hooks(
         self,
         run: Run,
-        kind: str,
+        around: Around,
         began: float,
         waiting: Awaitable[None],
         hooks: Sequence[Callable[..., Any]],
@@ -301,13 +344,13 @@ class Attempts:
         try:
             await waiting
         except Exception as error:  # noqa: BLE001  -- it is not ours
-            self._hook_failed(run, kind, error)
+            self._hook_failed(run, around.kind, error)
         for hook in hooks:
             try:
                 await call_hook(hook, *given)
             except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, kind, error)
-        self.hook_times[kind].add(time.perf_counter() - began)
+                self._hook_failed(run, around.kind, error)
+        around.took.add(clock() - began)
 
     def _hook_failed(self, run: Run, kind: str, error: Exception) -> None:
         failed = f"{type(error).__name__}: {error}"
@@ -320,7 +363,10 @@ class Attempts:
             return self._held(held, run, ending)
         if type(ending) is Returned and not (run.stop or run.done or run.concluded):  # as most do
             try:
-                outcome = _completed(run, ending.value)
+                if run.jobs:
+                    outcome = _completed(run, ending.value)
+                else:
+                    outcome = Outcome(run, COMPLETED, None, run.task.signature.encode_result(ending.value))
             except Exception:  # noqa: BLE001, S110  -- it is looked at again, with patience
                 pass
             else:
@@ -401,6 +447,8 @@ class Attempts:
             run.context = Context(run, self, timeout)
         elif timeout is None:
             self._plain.add(task)
+            if task.executor == "loop" and not task.transaction:
+                self._quick[task] = task.function, task.signature.decode_json
         call = prepared(run)
         if task.batch:
             call = partial(self.batches.join, run, *call.args, *call.keywords.values())
@@ -668,8 +716,8 @@ def _retry(task: Task) -> Retry:
     return task.retry or USUAL
 
 
-async def _waited_for(answer: Awaitable[None]) -> None:
-    await answer
+async def _waited_for(answer: Awaitable[Any]) -> Any:  # noqa: ANN401
+    return await answer
 
 
 async def _raise(error: BaseException) -> None:

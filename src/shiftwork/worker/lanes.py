@@ -190,21 +190,25 @@ class Lanes:
     def _draw(self, queue: str) -> float:
         return math.log(random.random()) / (self._queues[queue] or 1.0)  # noqa: S311  -- fair, not secret
 
-    def take(self, run: Run) -> None:
-        """One more runs."""
-        if lane := self._of.get(run.name):
-            for limit in lane.limits:
-                limit.taken += 1
-        if self._queue_limits:
-            self._in_queue[run.queue] += 1
+    def take(self, runs: Iterable[Run]) -> None:
+        """These run as well."""
+        lanes, counts = self._of, bool(self._queue_limits)
+        for run in runs:
+            if run.name in lanes:
+                for limit in lanes[run.name].limits:
+                    limit.taken += 1
+            if counts:
+                self._in_queue[run.queue] += 1
 
-    def leave(self, run: Run) -> None:
-        """One less runs."""
-        if lane := self._of.get(run.name):
-            for limit in lane.limits:
-                limit.leave()
-        if self._queue_limits:
-            self._in_queue[run.queue] -= 1
+    def leave(self, runs: Iterable[Run]) -> None:
+        """These run no more."""
+        lanes, counts = self._of, bool(self._queue_limits)
+        for run in runs:
+            if run.name in lanes:
+                for limit in lanes[run.name].limits:
+                    limit.leave()
+            if counts:
+                self._in_queue[run.queue] -= 1
 
     @property
     def is_full(self) -> bool:

@@ -9,9 +9,9 @@ great many tasks the last ones are all called `other`.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,18 @@ class Durations:
         """It took so long."""
         self.many[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
+
+    def add_all(self, many: list[float]) -> None:
+        """Each of them took so long."""
+        many.sort()
+        above = 0
+        for place, bound in enumerate(self.bounds):
+            below, above = above, bisect_right(many, bound)
+            self.many[place] += above - below
+            if above == len(many):
+                break
+        self.many[-1] += len(many) - above
+        self.total += sum(many)
 
     def told(self) -> tuple[list[tuple[str, float]], float]:
         """As Prometheus has it: how many took at most so long, and the sum."""
@@ -117,18 +129,27 @@ class Metrics:
         return kind is not events.JobBegan
 
     def __call__(self, event: Event) -> None:
-        if type(event) is events.JobEnded:  # as little as can be, since there are most of them
-            task = self._tasks.get(event.task) or self._unknown
+        if type(event) is events.JobEnded:
+            self.tell_ended((event,))
+        else:
+            self._count(event)
+            self._then(event)
+
+    def tell_ended(self, jobs: Sequence[events.JobEnded]) -> None:
+        """The same for jobs that ended together."""
+        tasks, unknown = self._tasks, self._unknown
+        took: dict[Task, list[float]] = {}
+        for event in jobs:
+            task = tasks.get(event.task) or unknown
             if event.state == "completed":
                 task.ok += 1
             else:
                 task.outcomes[_outcome(event)] += 1
-            took, seconds = task.took, event.seconds
-            took.many[bisect_left(BOUNDS, seconds)] += 1
-            took.total += seconds
-        else:
-            self._count(event)
-            self._then(event)
+            if task not in took:
+                took[task] = []
+            took[task].append(event.seconds)
+        for task, seconds in took.items():
+            task.took.add_all(seconds)
 
     def _count(self, event: Event) -> None:  # noqa: PLR0912
         counts = self._counts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -72,10 +73,9 @@ class Service:
         return kind is not events.JobBegan
 
     def __call__(self, event: Event) -> None:
-        if type(event) is events.JobEnded:  # as little as can be, since there are most of them
-            self._ended[event.queue, event.state] += 1
-            return
         match event:
+            case events.JobEnded():
+                self.tell_ended((event,))
             case events.WorkerStarted(worker, _, queues):
                 self._words = f"serves {', '.join(queues)}"
                 self._systemd.ready(self._words)
@@ -95,6 +95,10 @@ class Service:
                 self._systemd.stopping(self._words)
             case events.WorkerStopped():
                 self._sum_up()
+
+    def tell_ended(self, jobs: Sequence[events.JobEnded]) -> None:
+        """Count them."""
+        self._ended.update([(event.queue, event.state) for event in jobs])
 
     def _sum_up(self) -> None:
         done: dict[str, dict[str, int]] = {}

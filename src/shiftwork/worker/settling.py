@@ -15,6 +15,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
+from operator import itemgetter
 from typing import Self, TypeVar
 
 import msgspec
@@ -42,6 +44,9 @@ MOST_LINES = 10_000
 LAST = 0.5
 """Seconds for what is under way at the very end."""
 
+WRITTEN = frozenset({"settled", "already"})
+"""What the database says of outcomes that it has."""
+
 T = TypeVar("T")
 Told = tuple[Run, Outcome, bytes]
 
@@ -55,6 +60,7 @@ class Settling:
         line: Line,
         *,
         answered: Callable[[Run, Outcome | None, str], None],
+        settled: Callable[[Sequence[tuple[Run, Outcome]]], None],
         trouble: Callable[[ShiftworkError | None], None],
         more: Callable[[], bool],
         wrote: Callable[[int, float], None],
@@ -63,6 +69,7 @@ class Settling:
         self._store = store
         self._line = line
         self._answered = answered
+        self._settled = settled
         self._trouble = trouble
         self._more = more
         self._wrote = wrote
@@ -164,17 +171,10 @@ class Settling:
                     return  # what was put off has had its time
 
     async def _settle(self) -> None:
-        batch: list[Told] = []
-        jobs: set[int] = set()
-        size = 0
-        while self._outcomes and len(batch) < MOST_ROWS and size < MOST_BYTES:
-            if self._outcomes[0][0].id in jobs:
-                break  # another attempt of the same job, after an outage: answers go by the job
-            told = self._outcomes.popleft()
-            jobs.add(told[0].id)
-            size += len(told[2])
-            batch.append(told)
-        parts = _by_worker(batch, lambda told: told[0].worker)
+        batch = _fitting(list(islice(self._outcomes, MOST_ROWS)))
+        for _ in batch:
+            self._outcomes.popleft()
+        parts = _by_worker(batch, [told[0].worker for told in batch])
         await self._in_parts(parts, self._outcomes, self._write, self._unwritable)
 
     async def _in_parts(
@@ -217,12 +217,13 @@ class Settling:
             await held
         began = time.perf_counter()
         settled = await self._line.perform(
-            operations.settle_encoded(self._store, batch[0][0].worker, [told[2] for told in batch])
+            operations.settle_encoded(self._store, batch[0][0].worker, list(map(_encoded, batch)))
         )
         self._wrote(len(batch), time.perf_counter() - began)
         if self._at and (held := self._at("settled")) is not None:
             await held
-        busy = []
+        busy: list[Told] = []
+        ended: list[tuple[Run, Outcome]] = []
         answers = settled.answers
         elsewhere = {
             job: state for state in (State.FAILED, State.CANCELLED) for job in settled.states.get(state, ())
@@ -230,17 +231,21 @@ class Settling:
         for told in batch:
             run, outcome, _ = told
             answer = answers.get(run.id, "lost")
-            if answer == "busy":
-                busy.append(told)
-            elif answer == "lost" and run.unsure is not None and run.unsure is not outcome:
-                self.put(run, run.unsure)  # it may have ended well before it could be stopped
-            elif answer == "refused":
-                self._refused(told, settled.problems.get(run.id, "the database refused it"))
-            else:
-                if outcome.state is State.SCHEDULED and run.id in elsewhere:
+            if answer in WRITTEN:
+                if elsewhere and outcome.state is State.SCHEDULED and run.id in elsewhere:
                     # It would have come too late, or was to be cancelled.
                     outcome = msgspec.structs.replace(outcome, state=elsewhere[run.id], delay=None)
+                ended.append((run, outcome))
+            elif answer == "busy":
+                busy.append(told)
+            elif answer == "refused":
+                self._refused(told, settled.problems.get(run.id, "the database refused it"))
+            elif run.unsure is not None and run.unsure is not outcome:
+                self.put(run, run.unsure)  # it may have ended well before it could be stopped
+            else:
                 self._answered(run, outcome, answer)
+        if ended:
+            self._settled(ended)
         if busy:
             self._put_off(BUSY, busy)
 
@@ -267,7 +272,7 @@ class Settling:
 
     async def _give_back(self) -> None:
         runs = [self._returns.popleft() for _ in range(min(len(self._returns), MOST_ROWS))]
-        parts = _by_worker(runs, lambda run: run.worker)
+        parts = _by_worker(runs, [run.worker for run in runs])
         await self._in_parts(parts, self._returns, self._release, self._unreleased)
 
     def _unreleased(self, run: Run, error: ShiftworkError) -> None:
@@ -327,11 +332,28 @@ class Settling:
                     self._trouble(error)  # and no reason to keep outcomes from being written
 
 
-def _by_worker(batch: Sequence[T], worker: Callable[[T], int]) -> deque[list[T]]:
+def _fitting(told: list[Told]) -> list[Told]:
+    """As many of the first as can be written at once."""
+    if len({run.id for run, _, _ in told}) == len(told) and sum(map(len, map(_encoded, told))) < MOST_BYTES:
+        return told
+    jobs: set[int] = set()
+    size = 0
+    for place, (run, _, encoded) in enumerate(told):
+        if run.id in jobs or size >= MOST_BYTES:
+            return told[:place]  # another attempt of the same job, after an outage: answers go by the job
+        jobs.add(run.id)
+        size += len(encoded)
+    return told
+
+
+def _by_worker(batch: list[T], workers: Sequence[int]) -> deque[list[T]]:
     """A part for each worker that we have been: after a lease was lost there are two."""
-    if len(set(map(worker, batch))) == 1:
-        return deque([list(batch)])
+    if len(set(workers)) == 1:
+        return deque([batch])
     parts: dict[int, list[T]] = {}
-    for one in batch:
-        parts.setdefault(worker(one), []).append(one)
+    for one, worker in zip(batch, workers, strict=True):
+        parts.setdefault(worker, []).append(one)
     return deque(parts.values())
+
+
+_encoded = itemgetter(2)

@@ -13,13 +13,16 @@ import asyncio
 import contextlib
 import heapq
 import time
+import types
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
 from typing import Any, Self
 
+from shiftwork.outcome import Returned
 from shiftwork.worker.run import Run, Stop, current
 
+Steps = Generator[Any, Any, None]
 TURN = 0.005
 """Seconds for which a slot goes on without letting others have a turn."""
 
@@ -31,7 +34,7 @@ class Slots:
         self,
         many: int,
         begin: Callable[[Run], Coroutine[Any, Any, None] | None],
-        freed: Callable[[Run], None],
+        freed: Callable[[Sequence[Run]], None],
     ) -> None:
         """`begin` begins an attempt and gives what is left to await of it, None if it has ended by then."""
         self.many = many
@@ -49,10 +52,10 @@ class Slots:
         """How many jobs can begin now."""
         return self.many - len(self.busy) - len(self.ready)
 
-    def put(self, run: Run) -> None:
-        """A slot takes it."""
-        self.ready.append(run)
-        if len(self.ready) == 1:
+    def put(self, runs: Sequence[Run]) -> None:
+        """Slots take them."""
+        self.ready.extend(runs)
+        if len(self.ready) == len(runs):  # else somebody is at it
             self.wake()
 
     def wake(self) -> None:
@@ -70,14 +73,12 @@ class Slots:
     async def _slot(self) -> None:
         me = asyncio.current_task()
         assert me is not None  # noqa: S101
-        ready, busy = self.ready, self.busy
+        busy = self.busy
         loop = asyncio.get_running_loop()
         while True:
-            while ready:
-                run = ready.popleft()
-                if (rest := self._begin(run)) is None:
-                    self._freed(run)
-                else:
+            while self.ready:
+                if (waiting := self._begin_some(me)) is not None:
+                    run, rest = waiting
                     run.slot = me
                     busy.add(run)
                     try:
@@ -85,7 +86,7 @@ class Slots:
                     finally:
                         busy.discard(run)
                         run.slot = None
-                        self._freed(run)
+                        self._freed((run,))
                     if self.closing:
                         return
                 if me.cancelling():
@@ -102,6 +103,22 @@ class Slots:
                     raise
                 await _forget_cancelling(me)
             self._turn = time.perf_counter()
+
+    def _begin_some(self, me: asyncio.Task[None]) -> tuple[Run, Coroutine[Any, Any, None]] | None:
+        """Begin jobs until one waits, which is given back with what is left of it, or until others have to have a turn."""
+        ready, begin, clock, until = self.ready, self._begin, time.perf_counter, self._turn + TURN
+        ended: list[Run] = []
+        waiting = None
+        while ready:
+            run = ready.popleft()
+            if (rest := begin(run)) is not None:
+                waiting = run, rest
+                break
+            ended.append(run)
+            if clock() > until or me.cancelling():
+                break
+        self._freed(ended)
+        return waiting
 
     async def __aenter__(self) -> Self:
         return self
@@ -133,16 +150,37 @@ async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
 
 def isolation(run: Run) -> Context:
     """A context (of context variables) for the handler of a job alone."""
+    before = current.set(run)  # here, since to enter the other one for it takes longer than all of this
     context = copy_context()
-    context.run(current.set, run)
+    current.reset(before)
     return context
 
 
+def first_steps() -> Steps:
+    """Takes the first step of each coroutine that is sent to it, and gives `Returned` if that was its only one.
+
+    A coroutine that is sent to by hand says by an exception that it has returned, which takes longer than all of a short
+    one; when it is awaited it need not. One that waits keeps what awaits it, and one that raises ends it: then the next
+    needs another.
+    """
+    steps: Steps = _steps()
+    steps.send(None)
+    return steps
+
+
+@types.coroutine
+def _steps() -> Any:  # noqa: ANN401
+    ended = None
+    while True:
+        coroutine = yield ended
+        ended = Returned((yield from coroutine))
+
+
 def rest_of(
-    coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+    coroutine: Coroutine[Any, Any, Any] | Steps, pending: object, step: Callable[..., Any]
 ) -> Generator[Any, Any, Any]:
     """What is left of a coroutine whose first step was taken by hand, and waits for this."""
-    while True:
+    while type(pending) is not Returned:
         try:
             try:
                 answer = yield pending
@@ -155,6 +193,7 @@ def rest_of(
                 pending = step(coroutine.send, answer)
         except StopIteration as end:
             return end.value
+    return pending.value
 
 
 class Waiting:
@@ -163,7 +202,7 @@ class Waiting:
     __slots__ = ("_coroutine", "_pending", "_step")
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], pending: object, step: Callable[..., Any]
+        self, coroutine: Coroutine[Any, Any, Any] | Steps, pending: object, step: Callable[..., Any]
     ) -> None:
         self._coroutine = coroutine
         self._pending = pending

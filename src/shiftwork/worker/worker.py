@@ -126,8 +126,8 @@ class Worker:
         self._queues, self._budgets = served(settings, tasks), Budgets(settings.queue_budgets)
         self._lanes = Lanes(settings, tasks, self._queues, self._budgets)
         self._limits, self._hooks = limits or {}, hooks or Hooks()
-        self._subscribers = list(subscribers)
-        self._middleware = middleware
+        self._subscribers, self._middleware = list(subscribers), middleware
+        self._told_beginnings: list[Subscriber] = []
         self._revive = revive
         self._process_begin = begin
         self._at = at
@@ -214,6 +214,7 @@ class Worker:
             self._store,
             Line(self.settings, self._name, self._revive),
             answered=self._answered,
+            settled=self._settled,
             trouble=lambda error: self._trouble("settling", error),
             more=lambda: bool(self._slots.ready),
             wrote=lambda jobs, seconds: self._publish(events.Settled(jobs, seconds)),
@@ -235,6 +236,7 @@ class Worker:
             waits=lambda: self._slots.wake(),  # noqa: PLW0108  -- they are made after this
             closing=lambda: self._slots.closing,
             began=self._began,
+            told_beginnings=self._told_beginnings,
             written=lambda run, outcome: self._answered(run, outcome, "settled"),
             dropped=lambda run: self._answered(run, None, "lost"),
             stop=self.tell,
@@ -366,7 +368,8 @@ class Worker:
 
     def _ask_subscribers(self) -> None:
         """Who wants to hear of what happens with every job, and is not worth an event otherwise."""
-        self._told_beginnings = [one for one in self._subscribers if _wants(one, events.JobBegan)]
+        self._told_beginnings[:] = [one for one in self._subscribers if _wants(one, events.JobBegan)]
+        self._told_ends = [_of_ends(one) for one in self._subscribers]
 
     def bury(self, worker: int) -> None:
         """Take over from a worker whose process is known to be dead: its jobs need not wait for its lease to end."""
@@ -514,25 +517,30 @@ class Worker:
 
     def _take_in(self, claimed: Claimed) -> None:
         tasks, holding, slots, lanes = self._tasks, self.holding, self._slots, self._lanes
-        worker, at = claimed.worker, claimed.at
+        worker, at, started = claimed.worker, claimed.at, claimed.started
+        stops = self._stopping is not None
+        kept: list[Run] = []
+        begin: list[Run] = []
         for place, taken in enumerate(claimed.taken):
-            run = Run(*taken, worker=worker, claimed_at=at, task=tasks.get(taken[1]))
-            former = holding.get(run.id)
+            run = Run(*taken, worker, at, tasks.get(taken[1]))
+            former = holding.get(taken[0])
             if former is not None and not (former.ended or former.concluding):
                 # Lost without our knowing. Two attempts of one job do not run here at once; but one that has ended, and
                 # of which only the answer has not come yet, is in nobody's way.
                 self.tell(former, Stop.LOST, "another attempt of it began")
                 self._settling.give_back(run, after=AGAIN)
                 continue
-            holding[run.id] = run
-            lanes.take(run)
-            if self._stopping is not None:
+            holding[taken[0]] = run
+            kept.append(run)
+            if stops:
                 self._settling.give_back(run)
-            elif place < claimed.started:
-                slots.put(run)
+            elif place < started:
+                begin.append(run)
             else:
                 run.waited = time.perf_counter()
                 self._backlog.append(run)
+        lanes.take(kept)
+        slots.put(begin)
         self.jobs += len(claimed.taken)
         if self._budgets:
             self._budgets.count(map(_queue_of, claimed.taken))
@@ -554,9 +562,9 @@ class Worker:
             answer = answers.get(run.id, "lost")
             if answer == "started" and run.stop is None and self._stopping is None:
                 run.waited = time.perf_counter() - run.waited
-                self._slots.put(run)
+                self._slots.put((run,))
                 continue
-            self._lanes.leave(run)
+            self._lanes.leave((run,))
             if answer in {"started", "busy"}:
                 self._settling.give_back(run)
             else:
@@ -712,7 +720,7 @@ class Worker:
             return
         if run in self._backlog:
             self._backlog.remove(run)
-            self._lanes.leave(run)
+            self._lanes.leave((run,))
             self._answered(run, None, "lost")
         else:
             self.tell(run, Stop.LOST, why)
@@ -738,24 +746,47 @@ class Worker:
             return
         if self.holding.get(run.id) is run:
             del self.holding[run.id]
-            if not self.holding and (self.settings.stop_when_idle or self.settings.max_jobs):
-                self._wake()
-            if self._full:
-                self._lanes.look()  # what was passed by may have room now
-                self._sleep.hurry()
-                self._wake()
+            self._let_go()
         if self._subscribers:
             self._publish(_end(run, outcome, answer))
 
-    def _freed(self, run: Run) -> None:
-        self._lanes.leave(run)
+    def _settled(self, told: Sequence[tuple[Run, Outcome]]) -> None:
+        """The database has taken these outcomes."""
+        holding, ended = self.holding, []
+        for run, outcome in told:
+            if holding.get(run.id) is run:
+                del holding[run.id]
+            delay = None if outcome.delay is None else outcome.delay.total_seconds()
+            ended.append(
+                events.JobEnded(
+                    *(run.id, run.name, run.queue, run.attempt, outcome.state, run.took, outcome.error, delay)
+                )
+            )
+        self._let_go()
+        for tell in self._told_ends:
+            tell(ended)
+
+    def _let_go(self) -> None:
+        """Something is not held any more."""
+        if not self.holding and (self.settings.stop_when_idle or self.settings.max_jobs):
+            self._wake()
+        if self._full:
+            self._lanes.look()  # what was passed by may have room now
+            self._sleep.hurry()
+            self._wake()
+
+    def _freed(self, runs: Sequence[Run]) -> None:
+        self._lanes.leave(runs)
         if self._hungry or self._backlog:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        if self._told_beginnings:
-            began = events.JobBegan(run.id, run.name, run.queue, run.attempt)
-            self._publish(began, self._told_beginnings)
+        event = events.JobBegan(run.id, run.name, run.queue, run.attempt)
+        for subscriber in self._told_beginnings:
+            try:  # noqa: SIM105  -- as below
+                subscriber(event)
+            except Exception:  # noqa: BLE001, S110
+                pass
 
     def _heard_work(self, queue: str) -> None:
         if queue in {"", REGISTRY}:
@@ -792,8 +823,8 @@ class Worker:
             self._away.add(part)
             self._publish(events.DatabaseAway(part, str(error)))
 
-    def _publish(self, event: Event, subscribers: Sequence[Subscriber] | None = None) -> None:
-        for subscriber in self._subscribers if subscribers is None else subscribers:
+    def _publish(self, event: Event) -> None:
+        for subscriber in self._subscribers:
             try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
                 subscriber(event)
             except Exception:  # noqa: BLE001, S110  -- whoever looks on changes nothing
@@ -845,8 +876,7 @@ class Worker:
         """Take over what is new in the registry, and let go of what is gone; what runs goes on."""
         await self._reached("registry")
         if await self._find_sql_tasks():
-            for run in (*self._backlog, *self._slots.ready, *self._slots.busy):
-                self._lanes.take(run)
+            self._lanes.take((*self._backlog, *self._slots.ready, *self._slots.busy))
             self._publish(events.TasksChanged(self.id, tuple(self._queues), tuple(sorted(self._tasks))))
             await self._line.perform(operations.register(self._store, worker=self.id, **self._serving))
 
@@ -1040,6 +1070,24 @@ def _end(run: Run, outcome: Outcome | None, answer: str) -> Event:
 def _wants(subscriber: Subscriber, kind: type[Event]) -> bool:
     wants: Callable[[type[Event]], bool] | None = getattr(subscriber, "wants", None)
     return wants is None or wants(kind)
+
+
+def _of_ends(subscriber: Subscriber) -> Callable[[Sequence[events.JobEnded]], None]:
+    """How a subscriber is told of jobs that ended together."""
+    together: Callable[[Sequence[events.JobEnded]], None] | None = getattr(subscriber, "tell_ended", None)
+
+    def tell(ended: Sequence[events.JobEnded]) -> None:
+        if together is not None:
+            with contextlib.suppress(Exception):  # whoever looks on changes nothing
+                together(ended)
+            return
+        for event in ended:
+            try:  # noqa: SIM105  -- suppress() costs as much as all the rest of an event
+                subscriber(event)
+            except Exception:  # noqa: BLE001, S110
+                pass
+
+    return tell
 
 
 def _bounded(wish: Mapping[str, int | None], claimed: Claimed) -> list[str]:
