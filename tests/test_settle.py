@@ -196,7 +196,7 @@ def test_a_retry_that_comes_too_late_is_written_in_one_go_with_another_that_does
 
 def test_a_batch_that_is_completed_is_answered_for_in_one_row_if_that_will_do(protocol: Protocol) -> None:
     worker = protocol.register()
-    first, second, third = claimed(protocol, worker, 3)
+    first, second, third, fourth = claimed(protocol, worker, 4)
 
     def brief(*outcomes: Row) -> list[tuple[object, ...]]:
         request = json.dumps({"worker": worker, "brief": True, "outcomes": outcomes})
@@ -207,5 +207,9 @@ def test_a_batch_that_is_completed_is_answered_for_in_one_row_if_that_will_do(pr
     answers = [(first["id"], "already", None), (second["id"], "settled", "completed")]
     assert brief(done(first), done(second)) == answers
     assert brief(done(third, state="failed")) == [(third["id"], "settled", "failed")]
-    ended = [protocol.state(job["id"]) for job in (first, second, third)]
-    assert ended == ["completed", "completed", "failed"]
+    bad = done(fourth, {"task": ""})
+    assert brief(bad) == [(fourth["id"], "refused", None)]
+    [fifth] = claimed(protocol, worker, 1)
+    assert brief(bad, done(fifth)) == [(fourth["id"], "refused", None), (fifth["id"], "settled", "completed")]
+    ended = [protocol.state(job["id"]) for job in (first, second, third, fourth)]
+    assert ended == ["completed", "completed", "failed", "running"]

@@ -114,6 +114,21 @@ def test_outcomes_encoded_once_carry_jobs_and_what_is_refused_says_why(app: App,
     assert perform(operations.settle_encoded(store, worker, [])).answers == {}
 
 
+def test_of_a_batch_that_is_completed_that_alone_is_said_to_who_wants_it_brief(
+    app: App, perform: Perform
+) -> None:
+    store, ids = app.client.store, enqueued(app, "a", "b", "c")
+    worker = perform(operations.register(store))
+    jobs = perform(operations.claim(store, worker, {"default": None}, 3)).jobs
+    first, second, third = (operations.encode_outcome(decide(job, Returned(1), Retry())) for job in jobs)
+    settled = perform(operations.settle_encoded(store, worker, [first, second], brief=True))
+    assert settled == operations.Settled({}, {}, {}, completed=True)
+    assert app.counts()[State.COMPLETED] == 2
+    settled = perform(operations.settle_encoded(store, worker, [first, third], brief=True))
+    assert not settled.completed
+    assert settled.answers == {ids[0]: "already", ids[2]: "settled"}
+
+
 def test_prefetched_jobs_are_started_and_what_is_lost_is_told(app: App, perform: Perform) -> None:
     # spec: HO-8, D-2
     store, ids = app.client.store, enqueued(app, "a", "b")

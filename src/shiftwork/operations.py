@@ -471,6 +471,9 @@ class Settled:
     problems: dict[int, str]
     """Why those that were refused cannot be written."""
 
+    completed: bool = False
+    """Whether nothing of this is said of each, since all are completed."""
+
 
 def settle(store: Store, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[int, str]]:
     """Write how attempts ended: settled, already, lost, busy or refused, for each."""
@@ -478,9 +481,16 @@ def settle(store: Store, worker: int, outcomes: Sequence[Outcome]) -> Plan[dict[
     return settled.answers
 
 
-def settle_encoded(store: Store, worker: int, outcomes: Sequence[bytes]) -> Plan[Settled]:
-    """Write how attempts ended, for outcomes that are encoded already, and so can be sent again as they are."""
-    rows = yield store.settle(worker, outcomes)
+def settle_encoded(
+    store: Store, worker: int, outcomes: Sequence[bytes], *, brief: bool = False
+) -> Plan[Settled]:
+    """Write how attempts ended, for outcomes that are encoded already, and so can be sent again as they are.
+
+    With `brief`, it may be said of all together that they are completed.
+    """
+    rows = yield store.settle(worker, outcomes, brief=brief)
+    if brief and [row["ids"] for row in rows] == ["[null]"]:
+        return Settled({}, {}, {}, completed=True)
     settled = Settled({}, {}, {})
     for row in rows:
         ids = msgspec.json.decode(row["ids"], type=list[int])

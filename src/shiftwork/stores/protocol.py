@@ -250,10 +250,11 @@ def _line(entry: Mapping[str, object]) -> tuple[str | None, object]:
     return None if key is None else str(key).removeprefix("log."), entry.get("out")
 
 
-def _outcomes(worker: int, outcomes: Sequence[bytes]) -> str:
+def _outcomes(worker: int, outcomes: Sequence[bytes], *, brief: bool = False) -> str:
     told = b",".join(outcomes).decode()
     carrying = "true" if '"jobs"' in told else "false"  # sooner found here than there
-    return f'{{"worker":{worker:d},"carrying":{carrying},"outcomes":[{told}]}}'
+    wish = ',"brief":true' if brief else ""
+    return f'{{"worker":{worker:d},"carrying":{carrying}{wish},"outcomes":[{told}]}}'
 
 
 class Protocol:
@@ -368,9 +369,9 @@ class Protocol:
         """The code of prefetched jobs is about to begin."""
         return self._statement(START, _text({"worker": worker, "held": held}))
 
-    def settle(self, worker: int, outcomes: Sequence[bytes]) -> Statement:
+    def settle(self, worker: int, outcomes: Sequence[bytes], *, brief: bool = False) -> Statement:
         """How attempts ended, each outcome as JSON; one row for those with the same answer."""
-        return self._statement(SETTLE, _outcomes(worker, outcomes))
+        return self._statement(SETTLE, _outcomes(worker, outcomes, brief=brief))
 
     def release(self, worker: int, held: Held, crashed: Mapping[int, str]) -> Statement:
         """Give jobs back; against those that crashed, with the reason for each, that is counted."""

@@ -160,8 +160,11 @@ class Store(Protocol):
 
     # Letting go.
 
-    def settle(self, worker: int, outcomes: Sequence[bytes]) -> Statement:
-        """How attempts ended, each outcome as JSON: `answer, state, problem, ids`, a row for those with the same answer."""
+    def settle(self, worker: int, outcomes: Sequence[bytes], *, brief: bool = False) -> Statement:
+        """How attempts ended, each outcome as JSON: `answer, state, problem, ids`, a row for those with the same answer.
+
+        With `brief`, `[null]` may stand for the ids if all are completed.
+        """
         ...
 
     def release(self, worker: int, held: Held, crashed: Mapping[int, str]) -> Statement:

@@ -255,7 +255,7 @@ class Table:
 
     # Letting go.
 
-    def settle(self, worker: int, outcomes: Sequence[bytes]) -> Statement:
+    def settle(self, worker: int, outcomes: Sequence[bytes], *, brief: bool = False) -> Statement:
         """How attempts ended."""
         text = f"{self._written(SQL['settle'], skipping='skip locked')} {self._written(SQL['settled'])}"
         return Statement(text, (self._holder(worker), f"[{b','.join(outcomes).decode()}]"))

@@ -217,11 +217,14 @@ class Settling:
             await held
         began = time.perf_counter()
         settled = await self._line.perform(
-            operations.settle_encoded(self._store, batch[0][0].worker, list(map(_encoded, batch)))
+            operations.settle_encoded(self._store, batch[0][0].worker, list(map(_encoded, batch)), brief=True)
         )
         self._wrote(len(batch), time.perf_counter() - began)
         if self._at and (held := self._at("settled")) is not None:
             await held
+        if settled.completed:
+            self._settled([(run, outcome) for run, outcome, _ in batch])
+            return
         busy: list[Told] = []
         ended: list[tuple[Run, Outcome]] = []
         answers = settled.answers

@@ -186,7 +186,7 @@ begin
     get stacked diagnostics problem = message_text;
     if many > 1 then
       for outcome in select one from jsonb_array_elements(request -> 'outcomes') as one loop
-        return query select * from shiftwork.settle(jsonb_set(request, '{outcomes}', jsonb_build_array(outcome)));
+        return query select * from shiftwork.settle(jsonb_set(request - 'brief', '{outcomes}', jsonb_build_array(outcome)));
       end loop;
     elsif not coalesce((request ->> 'insist')::boolean, false) then
       -- Once more: a partition may have been attached at this moment.
