@@ -418,7 +418,7 @@ def idle(bench: Bench) -> None:
         calls = dict(
             connection.execute(
                 "select funcname, calls from pg_stat_user_functions where schemaname = 'shiftwork' and funcname in"
-                " ('claim', 'sleep', 'expire', 'reap', 'heartbeat', 'extend_history', 'purge', 'forget_workers')"
+                " ('take', 'sleep', 'expire', 'reap', 'heartbeat', 'extend_history', 'purge', 'forget_workers')"
             ).fetchall()
         )
         bench.at_most("memory of an idle worker", 70, _rss(pid), "MiB")

@@ -92,7 +92,7 @@ select parent.id, array_agg(child.state) from shiftwork.history as parent left j
 COMMAND = ("-c", "from shiftwork.cli import main; main()", "worker", "--log-level", "error")
 PROGRAMS = ("app", "store")
 SAID = {
-    "claim": ".claim(",
+    "claim": ".take(",
     "settle": ".settle(",
     "enqueue": ".enqueue",
     "commit": ".conclude(",

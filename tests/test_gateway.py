@@ -662,7 +662,7 @@ def test_while_the_database_is_away_that_is_said_and_then_all_goes_on(
         assert (away.status, away.headers["retry-after"]) == (503, "2")
         wire.accept()
         worker = remote.register()
-        wire.losing('shiftwork".claim(')
+        wire.losing('shiftwork".take(')
         assert worker.ask("dequeue").status == 503, "the answer was lost, and the job with it"
         assert state(protocol, job)["state"] == "running"
         taken = worker.take()

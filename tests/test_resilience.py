@@ -114,7 +114,7 @@ TERMINATE = (
 
 
 SAID = {
-    "claiming": r"\.(claim|sleep|expire|reap)\(",
+    "claiming": r"\.(take|sleep|expire|reap)\(",
     "settling": r"\.settle\(",
     "lease": r"\.heartbeat\(",
     "listener": r"pg_notify\(\$1",
@@ -275,7 +275,7 @@ async def test_jobs_that_end_meanwhile_do_not_use_up_the_tries(dsn: str) -> None
             await works(shop)
 
 
-@pytest.mark.parametrize("said", [".claim(", ".sleep(", ".settle("])
+@pytest.mark.parametrize("said", [".take(", ".sleep(", ".settle("])
 @pytest.mark.usefixtures("impatient")
 async def test_a_line_that_is_half_open_is_noticed_and_replaced(
     dsn: str, protocol: Protocol, said: str
@@ -501,10 +501,11 @@ async def test_a_server_that_says_no_is_asked_again_until_it_says_yes(
         await works(shop)
         await shop.asleep()
         if slow:
-            protocol.connection.execute("alter function shiftwork.claim(jsonb) rename to claim_quickly")
+            protocol.connection.execute("alter function shiftwork.take(jsonb) rename to take_quickly")
+            rows = protocol.value("select pg_get_function_result('shiftwork.take_quickly(jsonb)'::regprocedure)")
             protocol.connection.execute(
-                "create function shiftwork.claim(request jsonb) returns setof shiftwork.jobs language plpgsql as"
-                " 'begin perform pg_sleep(0.01); return query select * from shiftwork.claim_quickly(request); end'"
+                f"create function shiftwork.take(request jsonb) returns {rows} language plpgsql as"
+                " 'begin perform pg_sleep(0.01); return query select * from shiftwork.take_quickly(request); end'".encode()
             )
         protocol.connection.execute(no)
         protocol.value(TERMINATE, f"shiftwork {shop.worker.id}", ".")

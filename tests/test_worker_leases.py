@@ -410,14 +410,14 @@ async def test_what_a_claim_took_without_telling_is_found_and_given_back(
 
         async with app, Workshop(app, lease=timedelta(seconds=60)) as shop:
             await shop.asleep()
-            wire.losing(".claim(")
+            wire.losing(".take(")
             claims, then = shop.points["claiming"], []
             shop.worker._subscribers.append(lambda event: then.append((type(event), shop.points["claiming"])))
             jobs = await app.aenqueue_many([quick.job() for _ in range(3)])
             strays = await shop.event(StraysReleased)
             assert set(strays.jobs) == {job.id for job in jobs}
             assert dict(then)[StraysReleased] == claims + 1  # the one that was lost, and none since
-            assert wire.said[".claim("] == 1
+            assert wire.said[".take("] == 1
             await shop.ended(*jobs, state="completed")
             assert [event.part for event in shop.seen(DatabaseAway)] == ["claiming"]
     for job in jobs:

@@ -1,7 +1,7 @@
 """The line between a program and its server, in the hands of a test: what goes over it can be seen, held up and cut.
 
     with Wire(dsn) as wire:
-        wire.losing("shiftwork.claim(")     # the statement arrives and is carried out; its answer does not come back
+        wire.losing("shiftwork.take(")      # the statement arrives and is carried out; its answer does not come back
         app = App(wire.dsn)
 
 A thread of its own carries the bytes, so that it goes on when the test's event loop is blocked. Statements are known by a

@@ -389,7 +389,7 @@ def _server(connection: Connection[Any], settings: Settings) -> Problems:
         yield Problem("SW-424", f"{max(free, 0)} connections are free, and a worker may need {needed}")
 
 
-VERBS = ("claim(jsonb)", "settle(jsonb)", "heartbeat(jsonb)", "register_worker(jsonb)", "enqueue_many(jsonb)")
+VERBS = ("take(jsonb)", "settle(jsonb)", "heartbeat(jsonb)", "register_worker(jsonb)", "enqueue_many(jsonb)")
 
 
 def _installed(connection: Connection[Any], app: App) -> Problems:
