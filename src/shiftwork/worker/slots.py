@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from shiftwork.outcome import Returned
 from shiftwork.worker.run import Run, Stop, current
@@ -163,7 +163,7 @@ def first_steps() -> Steps:
     one; when it is awaited it need not. One that waits keeps what awaits it, and one that raises ends it: then the next
     needs another.
     """
-    steps: Steps = _steps()
+    steps = cast("Steps", _steps())
     steps.send(None)
     return steps
 
