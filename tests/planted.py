@@ -58,7 +58,7 @@ ONLY_THE_LAST_CHILD_TELLS = Plant(
 """A child that completes and sees others alive says nothing of its end: two that end at once each see the other."""
 
 CLAIM_WITHOUT_NEWCOMERS = Plant(
-    "claim",
+    "take",
     "timestamptz '-infinity' as run_at, 0::bigint as id\n",
     "timestamptz '-infinity' as run_at, 0::bigint as id where coalesce(wish.places, '{}') = '{}'\n",
 )

@@ -3,7 +3,7 @@
     python -m tests.points      reads what to do as JSON from standard input, and writes how each ended
 
 A point is one at which the worker itself says that it is there (`claimed`, `began` …), or the moment before a statement is sent
-(`asking claim`) or after it was answered (`answered claim`). The harm is done once, when the point is first reached.
+(`asking take`) or after it was answered (`answered take`). The harm is done once, when the point is first reached.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERBS = (
     *(
         "declare_tasks",
         "register_worker",
-        "claim",
+        "take",
         "start",
         "fence",
         "conclude",

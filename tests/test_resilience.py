@@ -502,7 +502,9 @@ async def test_a_server_that_says_no_is_asked_again_until_it_says_yes(
         await shop.asleep()
         if slow:
             protocol.connection.execute("alter function shiftwork.take(jsonb) rename to take_quickly")
-            rows = protocol.value("select pg_get_function_result('shiftwork.take_quickly(jsonb)'::regprocedure)")
+            rows = protocol.value(
+                "select pg_get_function_result('shiftwork.take_quickly(jsonb)'::regprocedure)"
+            )
             protocol.connection.execute(
                 f"create function shiftwork.take(request jsonb) returns {rows} language plpgsql as"
                 " 'begin perform pg_sleep(0.01); return query select * from shiftwork.take_quickly(request); end'".encode()
