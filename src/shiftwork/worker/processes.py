@@ -39,8 +39,10 @@ from shiftwork.worker.pipe import (
     Begin,
     Broken,
     Call,
+    Completed,
     Concluded,
     Ended,
+    FromProcess,
     Halt,
     Message,
     Progressed,
@@ -112,6 +114,9 @@ class Crash:
     """The process ended before its job did."""
 
     why: str
+
+
+Ending = Completed | Ended | Crash
 
 
 def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tells: bool) -> Begin | None:
@@ -207,7 +212,7 @@ class Processes:
                 self.publish(events.ProcessFailed(str(error)))
                 await asyncio.sleep(pause)
 
-    async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ended | Crash:
+    async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ending:
         """How a job ended in a process; `began` is called when it is about to begin there."""
         while True:
             process = self._idle.pop() if self._idle else await self._start()
@@ -302,7 +307,7 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._answer: asyncio.Future[Ended | Crash] | None = None
+        self._answer: asyncio.Future[Ending] | None = None
         self._source = self._sink = -1
         """Our ends of two pipes, from it and to it."""
 
@@ -416,7 +421,7 @@ class Process:
             self._hang_up()
             self._loop.call_later(RETIRING, self.kill)
 
-    def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ended | Crash]:
+    def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ending]:
         """Give it a job; how that ends can be awaited."""
         self._answer = self._loop.create_future()
         self.run, run.process = run, self
@@ -439,7 +444,7 @@ class Process:
         while self._read():
             pass
 
-    def _end_job(self, how: Ended | Crash) -> None:
+    def _end_job(self, how: Ending) -> None:
         answer, self._answer = self._answer, None
         self.run = None
         if answer is not None and not answer.done():
@@ -449,11 +454,11 @@ class Process:
 
     def _say(self, message: Message) -> None:
         told = framed(message)
-        if not self._unsent:
-            told = told[self._send(told) :]
-            if told and not self._hung_up:
-                self._loop.add_writer(self._sink, self._send_more)
-        self._unsent += told
+        if self._unsent:
+            self._unsent += told
+        elif (sent := self._send(told)) < len(told):
+            self._unsent = told[sent:]
+            self._loop.add_writer(self._sink, self._send_more)
 
     def _send_more(self) -> None:
         self._unsent = self._unsent[self._send(self._unsent) :]
@@ -487,10 +492,11 @@ class Process:
             else:
                 self.kill()  # it cannot be told of anything any more
             return False
-        self._pieces.add(piece)
         try:
-            while (body := self._pieces.take()) is not None:
+            body = self._pieces.take(piece)
+            while body is not None:
                 self._hear(heard(body))
+                body = self._pieces.take() if self._pieces.left else None
         except Broken as error:
             self.why = f"its process broke the line to its worker: {error}"
             self.kill()
@@ -505,8 +511,11 @@ class Process:
             os.close(self._source)
             os.close(self._sink)
 
-    def _hear(self, message: object) -> None:
+    def _hear(self, message: FromProcess) -> None:
         run = self.run
+        if isinstance(message, Completed) and run is not None and run.id == message.job:  # as most are
+            self._end_job(message)
+            return
         match message:
             case Ended(job) if run is not None and run.id == job:
                 self._end_job(message)
@@ -556,8 +565,10 @@ class Process:
             self._ready.exception()  # nobody may be waiting for it any more
 
 
-def outcome_of(run: Run, ended: Ended) -> Outcome:
+def outcome_of(run: Run, ended: Completed | Ended) -> Outcome:
     """How a job ended in a process, as all outcomes are."""
+    if isinstance(ended, Completed):
+        return Outcome(run, State.COMPLETED, None, bytes(ended.result))
     result = bytes(ended.result) if ended.state in (State.COMPLETED, State.WAITING) else None
     return Outcome(
         run, ended.state, ended.delay, result, ended.error, ended.counts, ended.at, tuple(ended.jobs)
