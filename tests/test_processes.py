@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shiftwork import App, ConfigurationError
@@ -29,7 +30,8 @@ from shiftwork.events import (
     ProcessFailed,
     ProcessStarted,
 )
-from shiftwork.worker.pipe import Broken, Halt, Unframing, framed
+from shiftwork.worker.pipe import Broken, Completed, Halt, Unframing, framed
+from shiftwork.worker.processes import Ending, at_once
 from tests import plain_process_app as plain
 from tests import process_app as tasks
 from tests.harness import Protocol
@@ -482,6 +484,41 @@ def test_a_message_longer_than_any_can_be_is_refused() -> None:
     for piece in (b"\xff" * 5, framed(Halt("cancelled", ""))):  # nothing is read after it either
         with pytest.raises(Broken, match="a message of 4,294,967,295 bytes was announced"):
             pieces.take(piece)
+
+
+async def test_who_waits_for_a_job_goes_on_in_the_call_that_tells_of_its_end() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Ending] = loop.create_future()
+    heard: list[Ending] = []
+    told = loop.create_future()
+    how = Completed(1, msgspec.Raw(b"null"))
+
+    async def wait() -> None:
+        heard.append(await answer)
+
+    def tell() -> None:
+        at_once(answer, how)
+        told.set_result(list(heard))
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    loop.call_soon(tell)  # as the loop calls what reads the pipe: no task runs then
+    assert await told == [how]
+    await waiting
+
+
+async def test_several_who_wait_for_a_job_go_on_when_it_is_their_turn() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Ending] = loop.create_future()
+    how = Completed(1, msgspec.Raw(b"null"))
+
+    async def wait() -> Ending:
+        return await answer
+
+    waiting = [asyncio.create_task(wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    loop.call_soon(at_once, answer, how)
+    assert await asyncio.gather(*waiting) == [how, how]
 
 
 # Without middleware.

@@ -117,6 +117,27 @@ class Crash:
 
 
 Ending = Completed | Ended | Crash
+Tell = Callable[[asyncio.Future[Ending], Ending], None]
+
+
+def soon(answer: asyncio.Future[Ending], how: Ending) -> None:
+    """Let whoever waits for this go on when it is their turn."""
+    answer.set_result(how)
+
+
+def at_once(answer: asyncio.Future[Ending], how: Ending) -> None:
+    """Let whoever waits for this go on right here, which may be done only where no task runs.
+
+    Another turn of the event loop would make each job a third dearer for the worker.
+    """
+    waiting = answer._callbacks or []  # noqa: SLF001
+    if len(waiting) != 1:
+        soon(answer, how)
+        return
+    [(go_on, context)] = waiting
+    answer.remove_done_callback(go_on)
+    answer.set_result(how)
+    context.run(go_on, answer)
 
 
 def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tells: bool) -> Begin | None:
@@ -219,7 +240,8 @@ class Processes:
             if process.is_ready:
                 break  # else it ended while nobody used it, which is no fault of this job
         began()
-        self._watch()
+        if self._most_memory is not None:
+            self._watch()
         try:
             return await process.call(run, within)
         finally:
@@ -257,7 +279,7 @@ class Processes:
         return True
 
     def _watch(self) -> None:
-        if self._most_memory is not None and self._watching is None:
+        if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(LOOK, self._look)
 
     def _look(self) -> None:
@@ -296,6 +318,9 @@ class Process:
         """How many it has begun."""
 
         self.run: Run | None = None
+        self.is_ready = False
+        """Whether it can be given a job."""
+
         self.tasks: frozenset[str] = frozenset()
         self.at_first = 0
         """The memory that it had when it was ready."""
@@ -321,11 +346,6 @@ class Process:
 
         self._doomed = False
         self._dead = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be given a job."""
-        return self._ready.done() and not (self._hung_up or self._retiring or self._doomed or self._dead)
 
     @property
     def memory(self) -> int:
@@ -358,7 +378,7 @@ class Process:
             raise
         for end in (self._source, self._sink):
             os.set_blocking(end, False)
-        self._loop.add_reader(self._source, self._read)
+        self._loop.add_reader(self._source, self._read, at_once)
         self._hung_up = False
         return source, sink
 
@@ -397,7 +417,7 @@ class Process:
         else:
             process.wait()
         with self._life:
-            self._dead = True
+            self._dead, self.is_ready = True, False
             _kill(self.pid)
         self._tell(self._died, process.wait())
 
@@ -410,7 +430,7 @@ class Process:
         with self._life:
             if run is not None and self.run is not run:
                 return
-            self._doomed = True
+            self._doomed, self.is_ready = True, False
             if self.pid and not self._dead:
                 _kill(self.pid)
 
@@ -441,14 +461,14 @@ class Process:
 
     def catch_up(self) -> None:
         """Hear what it has said by now, before something is decided about its job."""
-        while self._read():
+        while self._read(soon):
             pass
 
-    def _end_job(self, how: Ending) -> None:
+    def _end_job(self, how: Ending, tell: Tell) -> None:
         answer, self._answer = self._answer, None
         self.run = None
         if answer is not None and not answer.done():
-            answer.set_result(how)
+            tell(answer, how)
 
     # The line.
 
@@ -475,7 +495,7 @@ class Process:
         except OSError:  # it is gone, which is told by its end
             return len(told)
 
-    def _read(self) -> bool:
+    def _read(self, tell: Tell) -> bool:
         """Hear what has come; says whether there was anything."""
         if self._hung_up:
             return False
@@ -495,7 +515,7 @@ class Process:
         try:
             body = self._pieces.take(piece)
             while body is not None:
-                self._hear(heard(body))
+                self._hear(heard(body), tell)
                 body = self._pieces.take() if self._pieces.left else None
         except Broken as error:
             self.why = f"its process broke the line to its worker: {error}"
@@ -505,22 +525,24 @@ class Process:
 
     def _hang_up(self) -> None:
         if not self._hung_up:
-            self._hung_up = True
+            self._hung_up, self.is_ready = True, False
             self._loop.remove_reader(self._source)
             self._loop.remove_writer(self._sink)
             os.close(self._source)
             os.close(self._sink)
 
-    def _hear(self, message: FromProcess) -> None:
+    def _hear(self, message: FromProcess, tell: Tell) -> None:
         run = self.run
         if isinstance(message, Completed) and run is not None and run.id == message.job:  # as most are
-            self._end_job(message)
+            self._end_job(message, tell)
             return
         match message:
             case Ended(job) if run is not None and run.id == job:
-                self._end_job(message)
+                self._end_job(message, tell)
             case Ready(tasks):
                 self.tasks, self.at_first = frozenset(tasks), self.memory
+                with self._life:
+                    self.is_ready = not (self._doomed or self._dead)
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Unready(why):
@@ -556,7 +578,7 @@ class Process:
             why = f"its job was to stop: {self.run.stop}"
         job = None if self.run is None or self.run.stop is not None else self.run.id
         self._owner.publish(events.ProcessEnded(self.pid, why, self.jobs, job))
-        self._end_job(Crash(why))
+        self._end_job(Crash(why), soon)
         self._hang_up()
 
     def _fail_start(self, error: NoProcess) -> None:
