@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shiftwork import App, ConfigurationError
@@ -29,6 +30,9 @@ from shiftwork.events import (
     ProcessFailed,
     ProcessStarted,
 )
+from shiftwork.worker.pipe import Broken, Completed, Halt, Unframing, framed
+from shiftwork.worker.processes import Ending, at_once
+from tests import plain_process_app as plain
 from tests import process_app as tasks
 from tests.harness import Protocol
 from tests.workshop import Workshop
@@ -37,11 +41,21 @@ from tests.workshop import Workshop
 @pytest.fixture
 def app(dsn: str) -> Iterator[App]:
     """The app that processes import, on the database of the test."""
-    settings = tasks.app.settings
-    tasks.app.settings = dataclasses.replace(settings, dsn=dsn)
-    yield tasks.app
-    tasks.app.close()
-    tasks.app.settings = settings
+    yield from on_database(tasks.app, dsn)
+
+
+@pytest.fixture
+def plain_app(dsn: str) -> Iterator[App]:
+    """The same for the app without middleware."""
+    yield from on_database(plain.app, dsn)
+
+
+def on_database(app: App, dsn: str) -> Iterator[App]:
+    settings = app.settings
+    app.settings = dataclasses.replace(settings, dsn=dsn)
+    yield app
+    app.close()
+    app.settings = settings
 
 
 def written(place: Path) -> Callable[[], Awaitable[str]]:
@@ -447,6 +461,121 @@ async def test_the_lease_is_kept_while_c_code_holds_the_interpreter(app: App) ->
         found = await shop.job(job)
         assert (found.attempt, found.resets) == (1, 0)
         assert not shop.seen(LeaseLapsing)
+
+
+# The line.
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 64, 10_000])
+def test_messages_are_found_whole_however_the_pieces_fall(size: int) -> None:
+    messages = [framed(Halt("cancelled", "x" * length)) for length in (0, 1, 300, 0, 5_000)]
+    sent, pieces, found = b"".join(messages), Unframing(), []
+    for start in range(0, len(sent), size):
+        body = pieces.take(sent[start : start + size])
+        while body is not None:
+            found.append(bytes(body))
+            body = pieces.take()
+    assert found == [message[4:] for message in messages]
+    assert not pieces.left
+
+
+def test_a_message_longer_than_any_can_be_is_refused() -> None:
+    pieces = Unframing()
+    for piece in (b"\xff" * 5, framed(Halt("cancelled", ""))):  # nothing is read after it either
+        with pytest.raises(Broken, match="a message of 4,294,967,295 bytes was announced"):
+            pieces.take(piece)
+
+
+async def test_who_waits_for_a_job_goes_on_in_the_call_that_tells_of_its_end() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Ending] = loop.create_future()
+    heard: list[Ending] = []
+    told = loop.create_future()
+    how = Completed(1, msgspec.Raw(b"null"))
+
+    async def wait() -> None:
+        heard.append(await answer)
+
+    def tell() -> None:
+        at_once(answer, how)
+        told.set_result(list(heard))
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    loop.call_soon(tell)  # as the loop calls what reads the pipe: no task runs then
+    assert await told == [how]
+    await waiting
+
+
+async def test_several_who_wait_for_a_job_go_on_when_it_is_their_turn() -> None:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Ending] = loop.create_future()
+    how = Completed(1, msgspec.Raw(b"null"))
+
+    async def wait() -> Ending:
+        return await answer
+
+    waiting = [asyncio.create_task(wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    loop.call_soon(at_once, answer, how)
+    assert await asyncio.gather(*waiting) == [how, how]
+
+
+# Without middleware.
+
+
+async def test_jobs_that_need_nothing_but_their_arguments_end_as_others_do(
+    plain_app: App, tmp_path: Path
+) -> None:
+    async with Workshop(plain_app, process_slots=1) as shop:
+        first, second = await plain.pid.aenqueue(), await plain.pid_of_async.aenqueue()
+        large = await plain.much.aenqueue("ö" * 100_000, 20)
+        marks = [await plain.leave_a_mark.aenqueue() for _ in range(2)]
+        met = await plain.collide.aenqueue(str(tmp_path / "met"))
+        await shop.ended(first, second, large, met, *marks, state="completed")
+        [started] = shop.seen(ProcessStarted)
+        assert await first.aresult(5) == await second.aresult(5) == started.pid
+        assert await large.aresult(5) == "ö" * 2_000_000
+        assert [await mark.aresult(5) for mark in marks] == [["nothing", mark.id] for mark in marks]
+        assert await met.aresult(5) == "done"
+
+        failed, mismatched = await plain.fail.aenqueue(), await plain.say_a_number.aenqueue()
+        await shop.ended(failed, mismatched, state="failed")
+        assert (await shop.job(failed)).error["code"] == "KeyError"  # type: ignore[index]
+        assert (await shop.job(mismatched)).error["code"] == "RETURN_TYPE_MISMATCH"  # type: ignore[index]
+
+        forked, other = await plain.fork_and_return.aenqueue(), await plain.pid.aenqueue()
+        await shop.ended(forked, other, state="completed")
+        assert await forked.aresult(5) == await other.aresult(5) == started.pid
+        assert len(shop.seen(ProcessStarted)) == 1
+
+
+async def test_jobs_without_middleware_are_told_to_end_and_killed_if_they_do_not_hear_it(
+    plain_app: App, tmp_path: Path
+) -> None:
+    async with Workshop(plain_app, process_slots=1) as shop:
+        told = await plain.stay_unless_told.aenqueue(str(tmp_path / "there"))
+        await shop.found(written(tmp_path / "there"))
+        await told.acancel()
+        await shop.ended(told, state="cancelled")
+        assert not shop.seen(ProcessEnded)
+        deaf = await plain.stay_too_long.aenqueue()
+        await shop.ended(deaf, state="failed")
+        assert (await shop.job(deaf)).error["code"] == "TASK_TIMEOUT"  # type: ignore[index]
+
+
+async def test_a_thread_that_a_handler_leaves_behind_does_not_hear_what_is_said_to_the_next_job(
+    plain_app: App, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    async with Workshop(plain_app, process_slots=1) as shop:
+        left = await plain.leave_a_thread.aenqueue(str(go))
+        await shop.ended(left, state="completed")
+        go.write_text("")  # from now on it asks its context again and again
+        others = [await plain.pid.aenqueue() for _ in range(20)]
+        await shop.ended(*others, state="completed")
+        assert len(shop.seen(ProcessStarted)) == 1
 
 
 # Being replaced.

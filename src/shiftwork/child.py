@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from contextvars import copy_context
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,6 +47,7 @@ from shiftwork.worker.attempt import USUAL, decided, lent, prepared
 from shiftwork.worker.pipe import (
     Begin,
     Call,
+    Completed,
     Concluded,
     Ended,
     Halt,
@@ -57,7 +57,8 @@ from shiftwork.worker.pipe import (
     Said,
     Unready,
 )
-from shiftwork.worker.run import Run, Stop, current
+from shiftwork.worker.run import Run, Stop
+from shiftwork.worker.slots import isolation
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -146,6 +147,8 @@ class Place:
         self._tasks = app.tasks
         self._middleware = app.layers
         self._run: Run | None = None
+        """What runs, if it may be told something meanwhile."""
+
         self._listening = threading.Lock()
         """Held by whoever reads the pipe while a job runs: any thread of its handler may."""
 
@@ -164,28 +167,37 @@ class Place:
 
     def _perform(self, call: Call) -> bool:
         """Run a job and say how it ended; says whether anybody has heard that."""
-        self._run = run = Run(
-            *call.taken,
-            worker=call.worker,
-            claimed_at=call.claimed_at,
-            waited=call.waited,
-            task=self._tasks.get(call.taken[1]),
-        )
+        task = self._tasks.get(call.taken[1])
+        run = Run(*call.taken, call.worker, call.claimed_at, task, None, call.waited)
         ending = self._called(run, call.timeout)
-        with self._listening:
-            self._run = None
-            run.ended = True
+        if isinstance(ending, Raised):
+            ending = self._repeated(run, call.timeout, ending)
+        if self._run is not None:
+            with self._listening:
+                self._run = None
+        run.ended = True
         if self._is_copy:
             os._exit(0)  # a copy that the handler has forked, and that came back from it
-        with contextlib.suppress(OSError, ValueError):
+        try:  # noqa: SIM105  -- which takes longer than what it does here
             sys.stdout.flush()
+        except (OSError, ValueError):
+            pass
         try:
-            self._line.say(self._ended(run, ending))
+            self._line.say(self._completed(run, ending) or self._ended(run, ending))
         except ConnectionError:
             return False
         except Exception as error:  # noqa: BLE001  -- something in it cannot be written, in what it enqueues perhaps
             self._line.say(_said(decide(run, Raised(error), USUAL)))
         return True
+
+    def _completed(self, run: Run, ending: Returned | Raised) -> Completed | None:
+        """How a job ended of which nothing needs to be decided."""
+        if isinstance(ending, Raised) or run.jobs or run.concluded:
+            return None
+        try:
+            return Completed(run.id, msgspec.Raw(run.task.signature.encode_result(ending.value)))
+        except Exception:  # noqa: BLE001  -- it is looked at again, with patience
+            return None
 
     def _ended(self, run: Run, ending: Returned | Raised) -> Ended:
         interrupted = isinstance(ending, Raised) and isinstance(
@@ -197,32 +209,34 @@ class Place:
         return _said(decided(run, ending), interrupted=interrupted)
 
     def _called(self, run: Run, timeout: timedelta | None) -> Returned | Raised:
-        """How the handler ended; after a deadlock it may be called again on the spot, as its policy says."""
+        """How the handler ended."""
+        try:
+            return Returned(self._once(run, timeout))
+        except BaseException as error:  # noqa: BLE001  -- every ending is a value
+            return Raised(error)
+
+    def _repeated(self, run: Run, timeout: timedelta | None, ending: Returned | Raised) -> Returned | Raised:
+        """How a handler ended that raised: after a deadlock it may be called again on the spot, as its policy says."""
+        retry: Retry = USUAL if run.task is None else run.task.retry or USUAL
         repeated = 0
-        while True:
-            try:
-                return Returned(self._once(run, timeout))
-            except BaseException as error:  # noqa: BLE001  -- every ending is a value
-                retry: Retry = USUAL if run.task is None else run.task.retry or USUAL
-                if run.stop is not None or not retry.repeats(error, repeated):
-                    return Raised(error)
+        while isinstance(ending, Raised) and run.stop is None and retry.repeats(ending.error, repeated):
             run.jobs = None
             time.sleep(retry.pause(repeated).total_seconds())
             repeated += 1
+            ending = self._called(run, timeout)
+        return ending
 
     def _once(self, run: Run, timeout: timedelta | None) -> Any:  # noqa: ANN401
-        call = self._prepared(run, timeout)
-        if run.task.is_async or self._middleware:
-            return self._awaited(run, call)
-        return copy_context().run(_within, run, call)
-
-    def _prepared(self, run: Run, timeout: timedelta | None) -> Callable[[], Any]:
-        """The handler with its arguments."""
-        if run.task is None:
+        task = run.task
+        if task is None:
             raise UnknownHandler(f"this process has no task {run.name!r}")
-        if self._middleware or run.task.context_parameters:
+        if self._middleware or task.context_parameters:
             run.context = ListeningContext(run, self, timeout)
-        return prepared(run)
+            self._run = run
+        call = prepared(run)
+        if task.is_async or self._middleware:
+            return self._awaited(run, call)
+        return isolation(run).run(call)
 
     def _awaited(self, run: Run, call: Callable[[], Any]) -> Any:  # noqa: ANN401
         """What the handler returns, in an event loop that hears what the worker says, inside the middleware."""
@@ -232,9 +246,8 @@ class Place:
         layered: Callable[[], Awaitable[Any]] = call if run.task.is_async else partial(_on_the_spot, call)
         for layer in reversed(self._middleware):
             layered = partial(layer, run.context, layered)
-        context = copy_context()
-        context.run(current.set, run)
-        task = self._loop.create_task(_as_value(layered), context=context)
+        task = self._loop.create_task(_as_value(layered), context=isolation(run))
+        self._run = run
         run.slot = task  # type: ignore[assignment]
         self._loop.add_reader(self._line.fileno(), self.listen)
         self._loop.call_soon(self.listen)  # it may have been read with the job
@@ -321,11 +334,6 @@ class ListeningContext(Context):
     def _listen(self) -> None:
         assert isinstance(self._place, Place)  # noqa: S101
         self._place.listen()
-
-
-def _within(run: Run, call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    current.set(run)
-    return call()
 
 
 async def _on_the_spot(call: Callable[[], Any]) -> Any:  # noqa: ANN401

@@ -46,7 +46,7 @@ from shiftwork.worker.hooks import Hooks
 from shiftwork.worker.hooks import call as call_hook
 from shiftwork.worker.interruption import Interruption
 from shiftwork.worker.metrics import QUICK, Durations
-from shiftwork.worker.pipe import Ended
+from shiftwork.worker.pipe import Completed, Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
@@ -530,6 +530,8 @@ class Attempts:
             await asyncio.sleep(NOT_NOW)
             run.why = str(error)
             return After.GIVEN_BACK  # its code has not begun
+        if isinstance(ended, Completed) and run.stop is not Stop.LOST:
+            return outcome_of(run, ended)
         if isinstance(ended, Ended) and not (ended.interrupted and run.stop) and run.stop is not Stop.LOST:
             return outcome_of(run, ended)
         if isinstance(ended, Crash) and run.stop is None:

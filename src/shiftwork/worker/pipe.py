@@ -20,6 +20,9 @@ from shiftwork.job import NewJob, State, Taken
 from shiftwork.settings import Settings
 
 HEADER = struct.Struct(">I")
+BEFORE = HEADER.size
+"""Bytes before a message."""
+
 LARGEST = 1 << 30
 """Bytes in a message; more than PostgreSQL would store."""
 
@@ -105,6 +108,13 @@ class Concluded(Message, frozen=True):
     job: int
 
 
+class Completed(Message, frozen=True):
+    """The code of a job returned this, and there is no more to say: as most end."""
+
+    job: int
+    result: msgspec.Raw
+
+
 class Ended(Message, frozen=True):
     """What becomes of a job, as far as its code can say."""
 
@@ -120,7 +130,7 @@ class Ended(Message, frozen=True):
 
 
 ToProcess = Begin | Call | Halt
-FromProcess = Ready | Unready | Said | Progressed | Concluded | Ended
+FromProcess = Ready | Unready | Said | Progressed | Concluded | Completed | Ended
 
 _encode = msgspec.json.Encoder().encode
 _to_process: Callable[[bytes | bytearray], ToProcess] = msgspec.json.Decoder(ToProcess).decode
@@ -141,30 +151,33 @@ class Unframing:
     """Messages out of pieces, as they come."""
 
     def __init__(self) -> None:
-        self._left: bytes | bytearray = b""
+        self.left: bytes | bytearray = b""
+        """What has come and was not taken."""
 
-    def add(self, piece: bytes) -> None:
-        """Some more has come."""
-        if not self._left:
-            self._left = piece
-            return
-        if isinstance(self._left, bytes):
-            self._left = bytearray(self._left)  # which can grow without being copied each time
-        self._left += piece
-
-    def take(self) -> bytes | bytearray | None:
-        """The body of the next message, None if it is not complete."""
-        left = self._left
-        if len(left) < HEADER.size:
-            return None
-        (size,) = HEADER.unpack_from(left)
-        if size > LARGEST:
-            raise Broken(f"a message of {size:,} bytes was announced")
-        end = HEADER.size + size
-        if len(left) < end:
-            return None
-        self._left = left[end:]
-        return left[HEADER.size : end]
+    def take(self, piece: bytes = b"") -> bytes | bytearray | None:
+        """The body of the next message, None if it is not complete; `piece` is what has come since."""
+        left = self.left
+        if not left:
+            left = piece
+        elif piece:
+            if isinstance(left, bytes):
+                left = bytearray(left)  # which can grow without being copied each time
+            left += piece
+        there = len(left)
+        if there >= BEFORE:
+            (size,) = HEADER.unpack_from(left)
+            if size == there - BEFORE:  # as most come
+                self.left = b""
+                return left[BEFORE:]
+            if size > LARGEST:
+                self.left = left
+                raise Broken(f"a message of {size:,} bytes was announced")
+            if size < there - BEFORE:
+                end = BEFORE + size
+                self.left = left[end:]
+                return left[BEFORE:end]
+        self.left = left
+        return None
 
 
 def heard(body: bytes | bytearray) -> FromProcess:
@@ -183,7 +196,6 @@ class Line:
         self._news = select.poll()
         self._news.register(source, select.POLLIN)
         self._pieces = Unframing()
-        self._ahead: bytes | bytearray | None = None
         self._speaking = threading.Lock()
 
     def fileno(self) -> int:
@@ -192,24 +204,22 @@ class Line:
 
     def has_news(self) -> bool:
         """Whether there is something to listen to right now."""
-        if self._ahead is None:
-            self._ahead = self._pieces.take()
-        return self._ahead is not None or bool(self._news.poll(0))
+        return bool(self._pieces.left or self._news.poll(0))
 
     def listen(self) -> ToProcess | None:
         """The next message; None if the worker has hung up."""
-        body, self._ahead = self._ahead or self._pieces.take(), None
+        pieces = self._pieces
+        body = pieces.take() if pieces.left else None
         while body is None:
             piece = os.read(self._source, 1 << 16)
             if not piece:
                 return None
-            self._pieces.add(piece)
-            body = self._pieces.take()
+            body = pieces.take(piece)
         return _to_process(body)
 
     def say(self, message: Message) -> None:
         """Send a message; waits while the worker is busy."""
         told = framed(message)
         with self._speaking:
-            while told:
-                told = told[os.write(self._sink, told) :]
+            while (sent := os.write(self._sink, told)) < len(told):
+                told = told[sent:]

@@ -39,8 +39,10 @@ from shiftwork.worker.pipe import (
     Begin,
     Broken,
     Call,
+    Completed,
     Concluded,
     Ended,
+    FromProcess,
     Halt,
     Message,
     Progressed,
@@ -112,6 +114,30 @@ class Crash:
     """The process ended before its job did."""
 
     why: str
+
+
+Ending = Completed | Ended | Crash
+Tell = Callable[[asyncio.Future[Ending], Ending], None]
+
+
+def soon(answer: asyncio.Future[Ending], how: Ending) -> None:
+    """Let whoever waits for this go on when it is their turn."""
+    answer.set_result(how)
+
+
+def at_once(answer: asyncio.Future[Ending], how: Ending) -> None:
+    """Let whoever waits for this go on right here, which may be done only where no task runs.
+
+    Another turn of the event loop would make each job a third dearer for the worker.
+    """
+    waiting = answer._callbacks or []  # noqa: SLF001
+    if len(waiting) != 1:
+        soon(answer, how)
+        return
+    [(go_on, context)] = waiting
+    answer.remove_done_callback(go_on)
+    answer.set_result(how)
+    context.run(go_on, answer)
 
 
 def beginning(app: object, settings: Settings, tasks: Mapping[str, Task], *, tells: bool) -> Begin | None:
@@ -207,14 +233,15 @@ class Processes:
                 self.publish(events.ProcessFailed(str(error)))
                 await asyncio.sleep(pause)
 
-    async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ended | Crash:
+    async def run(self, run: Run, within: timedelta | None, began: Callable[[], None]) -> Ending:
         """How a job ended in a process; `began` is called when it is about to begin there."""
         while True:
             process = self._idle.pop() if self._idle else await self._start()
             if process.is_ready:
                 break  # else it ended while nobody used it, which is no fault of this job
         began()
-        self._watch()
+        if self._most_memory is not None:
+            self._watch()
         try:
             return await process.call(run, within)
         finally:
@@ -252,7 +279,7 @@ class Processes:
         return True
 
     def _watch(self) -> None:
-        if self._most_memory is not None and self._watching is None:
+        if self._watching is None:
             self._watching = asyncio.get_running_loop().call_later(LOOK, self._look)
 
     def _look(self) -> None:
@@ -291,6 +318,9 @@ class Process:
         """How many it has begun."""
 
         self.run: Run | None = None
+        self.is_ready = False
+        """Whether it can be given a job."""
+
         self.tasks: frozenset[str] = frozenset()
         self.at_first = 0
         """The memory that it had when it was ready."""
@@ -302,7 +332,7 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._answer: asyncio.Future[Ended | Crash] | None = None
+        self._answer: asyncio.Future[Ending] | None = None
         self._source = self._sink = -1
         """Our ends of two pipes, from it and to it."""
 
@@ -316,11 +346,6 @@ class Process:
 
         self._doomed = False
         self._dead = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be given a job."""
-        return self._ready.done() and not (self._hung_up or self._retiring or self._doomed or self._dead)
 
     @property
     def memory(self) -> int:
@@ -353,7 +378,7 @@ class Process:
             raise
         for end in (self._source, self._sink):
             os.set_blocking(end, False)
-        self._loop.add_reader(self._source, self._read)
+        self._loop.add_reader(self._source, self._read, at_once)
         self._hung_up = False
         return source, sink
 
@@ -392,7 +417,7 @@ class Process:
         else:
             process.wait()
         with self._life:
-            self._dead = True
+            self._dead, self.is_ready = True, False
             _kill(self.pid)
         self._tell(self._died, process.wait())
 
@@ -405,7 +430,7 @@ class Process:
         with self._life:
             if run is not None and self.run is not run:
                 return
-            self._doomed = True
+            self._doomed, self.is_ready = True, False
             if self.pid and not self._dead:
                 _kill(self.pid)
 
@@ -416,7 +441,7 @@ class Process:
             self._hang_up()
             self._loop.call_later(RETIRING, self.kill)
 
-    def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ended | Crash]:
+    def call(self, run: Run, within: timedelta | None) -> asyncio.Future[Ending]:
         """Give it a job; how that ends can be awaited."""
         self._answer = self._loop.create_future()
         self.run, run.process = run, self
@@ -436,24 +461,24 @@ class Process:
 
     def catch_up(self) -> None:
         """Hear what it has said by now, before something is decided about its job."""
-        while self._read():
+        while self._read(soon):
             pass
 
-    def _end_job(self, how: Ended | Crash) -> None:
+    def _end_job(self, how: Ending, tell: Tell) -> None:
         answer, self._answer = self._answer, None
         self.run = None
         if answer is not None and not answer.done():
-            answer.set_result(how)
+            tell(answer, how)
 
     # The line.
 
     def _say(self, message: Message) -> None:
         told = framed(message)
-        if not self._unsent:
-            told = told[self._send(told) :]
-            if told and not self._hung_up:
-                self._loop.add_writer(self._sink, self._send_more)
-        self._unsent += told
+        if self._unsent:
+            self._unsent += told
+        elif (sent := self._send(told)) < len(told):
+            self._unsent = told[sent:]
+            self._loop.add_writer(self._sink, self._send_more)
 
     def _send_more(self) -> None:
         self._unsent = self._unsent[self._send(self._unsent) :]
@@ -470,7 +495,7 @@ class Process:
         except OSError:  # it is gone, which is told by its end
             return len(told)
 
-    def _read(self) -> bool:
+    def _read(self, tell: Tell) -> bool:
         """Hear what has come; says whether there was anything."""
         if self._hung_up:
             return False
@@ -487,10 +512,11 @@ class Process:
             else:
                 self.kill()  # it cannot be told of anything any more
             return False
-        self._pieces.add(piece)
         try:
-            while (body := self._pieces.take()) is not None:
-                self._hear(heard(body))
+            body = self._pieces.take(piece)
+            while body is not None:
+                self._hear(heard(body), tell)
+                body = self._pieces.take() if self._pieces.left else None
         except Broken as error:
             self.why = f"its process broke the line to its worker: {error}"
             self.kill()
@@ -499,19 +525,24 @@ class Process:
 
     def _hang_up(self) -> None:
         if not self._hung_up:
-            self._hung_up = True
+            self._hung_up, self.is_ready = True, False
             self._loop.remove_reader(self._source)
             self._loop.remove_writer(self._sink)
             os.close(self._source)
             os.close(self._sink)
 
-    def _hear(self, message: object) -> None:
+    def _hear(self, message: FromProcess, tell: Tell) -> None:
         run = self.run
+        if isinstance(message, Completed) and run is not None and run.id == message.job:  # as most are
+            self._end_job(message, tell)
+            return
         match message:
             case Ended(job) if run is not None and run.id == job:
-                self._end_job(message)
+                self._end_job(message, tell)
             case Ready(tasks):
                 self.tasks, self.at_first = frozenset(tasks), self.memory
+                with self._life:
+                    self.is_ready = not (self._doomed or self._dead)
                 if not self._ready.done():
                     self._ready.set_result(None)
             case Unready(why):
@@ -547,7 +578,7 @@ class Process:
             why = f"its job was to stop: {self.run.stop}"
         job = None if self.run is None or self.run.stop is not None else self.run.id
         self._owner.publish(events.ProcessEnded(self.pid, why, self.jobs, job))
-        self._end_job(Crash(why))
+        self._end_job(Crash(why), soon)
         self._hang_up()
 
     def _fail_start(self, error: NoProcess) -> None:
@@ -556,8 +587,10 @@ class Process:
             self._ready.exception()  # nobody may be waiting for it any more
 
 
-def outcome_of(run: Run, ended: Ended) -> Outcome:
+def outcome_of(run: Run, ended: Completed | Ended) -> Outcome:
     """How a job ended in a process, as all outcomes are."""
+    if isinstance(ended, Completed):
+        return Outcome(run, State.COMPLETED, None, bytes(ended.result))
     result = bytes(ended.result) if ended.state in (State.COMPLETED, State.WAITING) else None
     return Outcome(
         run, ended.state, ended.delay, result, ended.error, ended.counts, ended.at, tuple(ended.jobs)

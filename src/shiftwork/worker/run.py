@@ -138,10 +138,9 @@ class Run(msgspec.Struct, eq=False):
     def taken(self) -> Taken:
         """The row that the claim gave."""
         return (
-            *(self.id, self.name, self.queue, self.priority, self.payload, self.attempt, self.failures),
-            *(self.resets, self.max_attempts, self.run_at, self.created_at, self.expires_at),
-            *(self.unique_key, self.tags),
-        )
+            self.id, self.name, self.queue, self.priority, self.payload, self.attempt, self.failures, self.resets,
+            self.max_attempts, self.run_at, self.created_at, self.expires_at, self.unique_key, self.tags,
+        )  # fmt: skip
 
     @property
     def runs_apart(self) -> bool:
