@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import shiftwork
 from bench.measuring import Bench
+from shiftwork.program import fastest_loop
 from shiftwork.settings import Settings
 from shiftwork.worker.processes import Processes, beginning, outcome_of
 from shiftwork.worker.run import Run
@@ -50,10 +51,16 @@ def processes(bench: Bench) -> None:
             bench.pairs(
                 f"process executor with {SLOTS} slots, {what}, against {SLOTS} bare pipes",
                 0.7,
-                lambda name=task.name, many=many: asyncio.run(_ours(name, many)),  # type: ignore[misc]
+                lambda name=task.name, many=many: _on_its_loop(_ours(name, many)),  # type: ignore[misc]
                 lambda name=task.name, many=many, bare=bare: bare(name, many),  # type: ignore[misc]
                 "jobs/s",
             )
+
+
+def _on_its_loop(measure: Coroutine[Any, Any, float]) -> float:
+    """On the event loop that a worker has."""
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        return runner.run(measure)
 
 
 async def _ours(name: str, many: int) -> float:

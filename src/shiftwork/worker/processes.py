@@ -130,7 +130,7 @@ def at_once(answer: asyncio.Future[Ending], how: Ending) -> None:
 
     Another turn of the event loop would make each job a third dearer for the worker.
     """
-    waiting = answer._callbacks or []  # noqa: SLF001
+    waiting = getattr(answer, "_callbacks", None) or []  # not for everybody, hence with a way without
     if len(waiting) != 1:
         soon(answer, how)
         return
