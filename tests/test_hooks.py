@@ -278,6 +278,28 @@ async def _logged(shop: Workshop, job: int, many: int) -> bool:
     return cast("int", count) >= many
 
 
+async def test_a_hook_that_finds_something_cancelled_has_failed_and_stops_nobody(app: App) -> None:
+    # spec: SG-2
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    gone.cancel()
+
+    @app.task
+    async def work(n: int) -> int:
+        return n
+
+    @app.before_job
+    async def look(job: Job) -> None:
+        if job.payload["n"] == 2:
+            await gone
+
+    jobs = [await work.aenqueue(n) for n in range(5)]
+    async with app, Workshop(app, concurrency=2) as shop:
+        await shop.ended(*jobs, state="completed")
+        [failed] = shop.seen(HookFailed)
+    assert (failed.job, failed.hook) == (jobs[2].id, "before_job")
+    assert "CancelledError" in failed.error
+
+
 async def test_what_comes_after_a_job_runs_although_it_was_cancelled(app: App) -> None:
     # spec: SG-3, D-29
     latch = Latch()

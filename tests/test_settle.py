@@ -211,5 +211,6 @@ def test_a_batch_that_is_completed_is_answered_for_in_one_row_if_that_will_do(pr
     assert brief(bad) == [(fourth["id"], "refused", None)]
     [fifth] = claimed(protocol, worker, 1)
     assert brief(bad, done(fifth)) == [(fourth["id"], "refused", None), (fifth["id"], "settled", "completed")]
+    assert brief({**done(fourth), "id": "that one"}) == [(None, "refused", None)]
     ended = [protocol.state(job["id"]) for job in (first, second, third, fourth)]
     assert ended == ["completed", "completed", "failed", "running"]

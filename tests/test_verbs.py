@@ -127,6 +127,8 @@ def test_of_a_batch_that_is_completed_that_alone_is_said_to_who_wants_it_brief(
     settled = perform(operations.settle_encoded(store, worker, [first, third], brief=True))
     assert not settled.completed
     assert settled.answers == {ids[0]: "already", ids[2]: "settled"}
+    nonsense = b'{"id":"that one","attempt":1,"state":"completed"}'
+    assert not perform(operations.settle_encoded(store, worker, [nonsense], brief=True)).completed
 
 
 def test_prefetched_jobs_are_started_and_what_is_lost_is_told(app: App, perform: Perform) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -35,6 +37,7 @@ from shiftwork.events import (
     WorkerStarted,
     WorkerStopped,
 )
+from shiftwork.outcome import Returned
 from tests.harness import Protocol
 from tests.test_garbage import put
 from tests.workshop import Latch, Workshop
@@ -520,6 +523,48 @@ async def test_codes_that_a_task_maps_decide_what_is_tried_again(app: App) -> No
         await shop.ended(again, never)
         assert (await shop.event(JobEnded, job=again)).state == "scheduled"
         assert (await shop.event(JobEnded, job=never)).state == "failed"
+
+
+async def test_what_a_handler_yields_by_hand_is_its_own_fault_and_no_others(app: App) -> None:
+    class Odd:
+        def __await__(self) -> Generator[Any, Any, None]:
+            yield Returned("stolen")
+
+    @app.task(retry=Retry(max_attempts=1))
+    async def odd() -> str:
+        await Odd()
+        return "odd"
+
+    @app.task
+    async def plain(n: int) -> int:
+        return n
+
+    [first, bad, *rest] = await app.aenqueue_many([plain.job(0), odd.job(), plain.job(1), plain.job(2)])
+    async with app, Workshop(app, concurrency=3) as shop:
+        await shop.ended(first, *rest, state="completed")
+        await shop.ended(bad, state="failed")
+        assert [(await shop.job(handle)).result for handle in (first, *rest)] == [0, 1, 2]
+        assert "bad yield" in ((await shop.job(bad)).error or {})["message"]
+
+
+async def test_what_a_handler_returned_is_not_kept_for_the_next(app: App) -> None:
+    class Large(str):
+        __slots__ = ("__weakref__",)
+
+    kept: list[weakref.ref[Large]] = []
+
+    @app.task
+    async def work() -> str:
+        large = Large("result")
+        kept.append(weakref.ref(large))
+        return large
+
+    job = await work.aenqueue()
+    async with app, Workshop(app) as shop:
+        await shop.ended(job, state="completed")
+        await shop.asleep()
+        gc.collect()
+        assert kept[0]() is None
 
 
 async def test_what_a_handler_returns_has_to_be_what_it_promised(app: App) -> None:

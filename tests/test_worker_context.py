@@ -8,7 +8,8 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -745,3 +746,25 @@ def test_jobs_that_ended_together_have_the_lines_that_they_have_one_by_one(
     together = lines(lambda telling: telling.tell_ended(ended))
     assert together == lines(one_by_one)
     assert len(together) == (6 if level == logging.INFO else 2)
+
+
+async def test_lines_that_threads_add_in_the_same_moment_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    # spec: SH-27
+    class Shared(deque[str]):
+        """To which another thread always adds something just then."""
+
+        def extend(self, lines: Iterable[str]) -> None:
+            super().extend([*lines, "of another thread"])
+
+    handler = Stream(TextFormatter())
+    handler.stream = io.StringIO()
+    monkeypatch.setattr(handler, "_lines", Shared())
+    for line in ("first", "second"):
+        handler.put([line])
+        await asyncio.sleep(0)
+    assert handler.stream.getvalue().splitlines() == [
+        "first",
+        "of another thread",
+        "second",
+        "of another thread",
+    ]

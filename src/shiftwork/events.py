@@ -428,4 +428,5 @@ class SupervisorStopped(Event, frozen=True):
 
 Subscriber = Callable[[Event], None]
 """Is called with every event. One that has a method `wants(kind)` may so decline events that are not worth making; one that
-has a method `tell_ended(jobs)` is called there, with every `JobEnded` of a batch of outcomes at once."""
+has a method `tell_ended(jobs)` is called there with the `JobEnded` of a batch of outcomes, all at once; of what ended alone, as in a
+transaction, it is told as everybody is."""

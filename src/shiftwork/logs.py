@@ -377,6 +377,8 @@ class Stream(logging.StreamHandler[TextIO]):
         self._form = form
         self._alone = process() is None
         self._lines: deque[str] = deque()
+        self._due = False
+        """Whether they are about to be written. How many there are does not tell: threads add to them as well."""
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", None)
@@ -399,7 +401,8 @@ class Stream(logging.StreamHandler[TextIO]):
     def put(self, lines: list[str]) -> None:
         """Write these lines soon."""
         self._lines.extend(lines)
-        if len(self._lines) == len(lines):
+        if not self._due:
+            self._due = True
             try:
                 asyncio.get_running_loop().call_soon(self.flush)
             except RuntimeError:
@@ -407,6 +410,7 @@ class Stream(logging.StreamHandler[TextIO]):
 
     def flush(self) -> None:
         with self.lock or contextlib.nullcontext():
+            self._due = False
             lines = []
             while self._lines:
                 lines.append(self._lines.popleft())  # threads may add more meanwhile

@@ -489,11 +489,11 @@ def settle_encoded(
     With `brief`, it may be said of all together that they are completed.
     """
     rows = yield store.settle(worker, outcomes, brief=brief)
-    if brief and [row["ids"] for row in rows] == ["[null]"]:
+    if brief and [(row["answer"], row["ids"]) for row in rows] == [("settled", "[null]")]:
         return Settled({}, {}, {}, completed=True)
     settled = Settled({}, {}, {})
     for row in rows:
-        ids = msgspec.json.decode(row["ids"], type=list[int])
+        ids = [job for job in msgspec.json.decode(row["ids"], type=list[int | None]) if job is not None]
         settled.answers.update(dict.fromkeys(ids, str(row["answer"])))
         if row["state"] is not None:
             settled.states[State(row["state"])] = ids

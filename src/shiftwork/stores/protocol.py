@@ -87,7 +87,10 @@ REGISTER = "select shiftwork.register_worker(%s::jsonb) as worker"
 LEAVE = "select shiftwork.leave(%s::bigint) as left"
 # By position, as `Taken` has it: of every job only what a worker cannot know by itself. Nothing is reckoned here that need not
 # be: the server would read and plan it anew with every claim, which is a good part of what finding one job costs.
-CLAIM = "select * from shiftwork.take(%s::jsonb)"
+CLAIM = """
+select id, task, queue, priority, payload, attempt, failures, resets, max_attempts, run_at, created_at, expires_at, unique_key, tags
+  from shiftwork.take(%s::jsonb)
+"""
 START = "select id, answer from shiftwork.start(%s::jsonb)"
 SETTLE = (
     "select answer, state::text as state, problem, json_agg(id)::text as ids"

@@ -208,7 +208,7 @@ class Attempts:
                 return partial(call, *args, **kwargs), _raise(error)
             ending: Ending = Raised(error)
         else:
-            if type(answer) is not Returned:
+            if steps.gi_yieldfrom is not None:
                 self._steps = first_steps()
                 self._waits()
                 return partial(call, *args, **kwargs), Waiting(steps, answer, context.run)
@@ -318,17 +318,16 @@ class Attempts:
                         continue
                     answer = _waited_for(answer)
                 steps = self._steps
-                if type(pending := steps.send(answer)) is Returned:
+                pending = steps.send(answer)
+                if steps.gi_yieldfrom is None:
                     continue
                 self._steps = first_steps()
                 waiting, rest = Waiting(steps, pending, directly), hooks[place:]
                 given = (job, failure) if after else (job,)
                 return self._rest_of_hooks(run, around, began, waiting, rest, *given)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
                 self._steps = first_steps()
-                if not isinstance(error, Exception):
-                    raise
-                self._hook_failed(run, around.kind, error)  # it is not ours
+                self._hook_failed(run, around.kind, error)
         around.took.add(clock() - began)
         return None
 
@@ -352,7 +351,7 @@ class Attempts:
                 self._hook_failed(run, around.kind, error)
         around.took.add(clock() - began)
 
-    def _hook_failed(self, run: Run, kind: str, error: Exception) -> None:
+    def _hook_failed(self, run: Run, kind: str, error: BaseException) -> None:
         failed = f"{type(error).__name__}: {error}"
         self._settling.log(run, "warning", f"{kind} failed: {failed}")
         self._publish(events.HookFailed(kind, run.id, run.name, run.queue, run.attempt, failed))

@@ -17,12 +17,12 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 from shiftwork.outcome import Returned
 from shiftwork.worker.run import Run, Stop, current
 
-Steps = Generator[Any, Any, None]
+Steps: TypeAlias = "types.GeneratorType[Any, Any, None]"
 TURN = 0.005
 """Seconds for which a slot goes on without letting others have a turn."""
 
@@ -108,17 +108,18 @@ class Slots:
         """Begin jobs until one waits, which is given back with what is left of it, or until others have to have a turn."""
         ready, begin, clock, until = self.ready, self._begin, time.perf_counter, self._turn + TURN
         ended: list[Run] = []
-        waiting = None
-        while ready:
-            run = ready.popleft()
-            if (rest := begin(run)) is not None:
-                waiting = run, rest
-                break
-            ended.append(run)
-            if clock() > until or me.cancelling():
-                break
-        self._freed(ended)
-        return waiting
+        try:
+            while ready:
+                run = ready.popleft()
+                if (rest := begin(run)) is not None:
+                    return run, rest
+                ended.append(run)
+                if clock() > until or me.cancelling():
+                    break
+        finally:
+            if ended:
+                self._freed(ended)
+        return None
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,7 +158,7 @@ def isolation(run: Run) -> Context:
 
 
 def first_steps() -> Steps:
-    """Takes the first step of each coroutine that is sent to it, and gives `Returned` if that was its only one.
+    """Takes the first step of each coroutine that is sent to it, and gives `Returned` if that was its only one; else it yields from it.
 
     A coroutine that is sent to by hand says by an exception that it has returned, which takes longer than all of a short
     one; when it is awaited it need not. One that waits keeps what awaits it, and one that raises ends it: then the next
@@ -170,17 +171,16 @@ def first_steps() -> Steps:
 
 @types.coroutine
 def _steps() -> Any:  # noqa: ANN401
-    ended = None
+    coroutine = yield
     while True:
-        coroutine = yield ended
-        ended = Returned((yield from coroutine))
+        coroutine = yield Returned((yield from coroutine))
 
 
 def rest_of(
     coroutine: Coroutine[Any, Any, Any] | Steps, pending: object, step: Callable[..., Any]
 ) -> Generator[Any, Any, Any]:
     """What is left of a coroutine whose first step was taken by hand, and waits for this."""
-    while type(pending) is not Returned:
+    while not _has_returned(coroutine):
         try:
             try:
                 answer = yield pending
@@ -193,7 +193,12 @@ def rest_of(
                 pending = step(coroutine.send, answer)
         except StopIteration as end:
             return end.value
-    return pending.value
+    return cast("Returned", pending).value
+
+
+def _has_returned(coroutine: Coroutine[Any, Any, Any] | Steps) -> bool:
+    """Whether what took its first step is free for another: else it yields from it. What is yielded says nothing, it is the handler's."""
+    return isinstance(coroutine, types.GeneratorType) and coroutine.gi_yieldfrom is None
 
 
 class Waiting:

@@ -57,7 +57,7 @@ create table shiftwork.jobs (
 create index jobs_ready on shiftwork.jobs (queue, priority, run_at, id) where state = 'ready';
 create index jobs_due on shiftwork.jobs (run_at, id) where state = 'scheduled';
 create index jobs_running on shiftwork.jobs (worker, claim) where state = 'running';
-create index jobs_expiring on shiftwork.jobs (expires_at, id) where expires_at is not null;
+create index jobs_expiring on shiftwork.jobs (expires_at, id) where expires_at is not null and state < 'running';
 create unique index jobs_unique on shiftwork.jobs (task, held_key) where held_key is not null;
 
 -- A job that is held has a worker and the time of its claim, no other has both, and no job here is finished. An index that no row gets

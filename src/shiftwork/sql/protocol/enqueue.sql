@@ -272,7 +272,7 @@ begin
          ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
     from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
   returning jobs.id into id;
-  outcome := 'created';
+  outcome := case when found then 'created' end;
   if pg_sequence_last_value('shiftwork.asleep_until') is not null then        -- else not even the time need be looked at
     if shiftwork.is_declared('shiftwork.asleep_until') then
       perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));

@@ -11,7 +11,7 @@ declare
 begin
   late := array(
     select job.id from shiftwork.jobs as job
-     where job.expires_at is not null and job.state in ('ready', 'scheduled', 'blocked') and job.expires_at <= present
+     where job.expires_at is not null and job.state < 'running' and job.expires_at <= present
      order by job.expires_at, job.id limit most for update skip locked);
   if cardinality(late) > 0 then
     late := shiftwork.finish(late, 'expired', shiftwork.failure('TASK_EXPIRED', 'nobody started it before its deadline'));

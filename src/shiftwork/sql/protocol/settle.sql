@@ -193,7 +193,7 @@ begin
       return query select * from shiftwork.settle(request || '{"insist": true}');
     else
       raise warning 'the outcome of job % cannot be written: %', request #>> '{outcomes,0,id}', problem;
-      id := case when request #>> '{outcomes,0,id}' ~ '^[0-9]{1,18}$' then (request #>> '{outcomes,0,id}')::bigint end;
+      id := case when request #>> '{outcomes,0,id}' ~ '^-?[0-9]{1,18}$' then (request #>> '{outcomes,0,id}')::bigint end;
       answer := 'refused';
       return next;
     end if;
