@@ -12,8 +12,8 @@
 --
 -- Where limits are set (limit_running), no more is taken than they allow, and what falls under one is not fetched ahead.
 --
--- The answer is the jobs, in no order, with what is needed to run them (claim has all columns), and as its last row a report, with id 0 and in its payload: the claim's number; how
--- many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
+-- The answer is the jobs, in no order, with what is needed to run them (claim has all columns), and as its last row a
+-- report, with id 0 and in its payload: the claim's number; how many were taken; `at`, the time by the clock, in epoch microseconds; whether the worker is still alive in the eyes of the database; whether there may be more; when there
 -- is not, the seconds until the next job falls due or a pause ends (0: somebody has locked what we need); whether a limit is
 -- `full`, and whether this worker or everything is `paused`; whether claims are
 -- `barred` by a transaction that pauses or limits something and has not ended; pauses that have `ended` by themselves; which queues are `mixed`, which is to be said of them next time; and
