@@ -517,6 +517,8 @@ class _Told(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 DONE = State.COMPLETED
+"""To look it up in its enum for each job would cost as much as what is done with it."""
+
 _COMPLETED = b'{"id":%d,"attempt":%d,"state":"completed","failure":false,"result":%b}'
 
 

@@ -68,7 +68,6 @@ Begun = tuple[partial[Any], Awaitable[Any]]
 
 USUAL = Retry()
 NOTHING: Call = ((), {})
-COMPLETED = State.COMPLETED
 clock = time.perf_counter
 NOT_NOW = 1.0
 """Seconds before a job is given back for which there was no thread or no process."""
@@ -365,7 +364,9 @@ class Attempts:
                 if run.jobs:
                     outcome = _completed(run, ending.value)
                 else:
-                    outcome = Outcome(run, COMPLETED, None, run.task.signature.encode_result(ending.value))
+                    outcome = Outcome(
+                        run, operations.DONE, None, run.task.signature.encode_result(ending.value)
+                    )
             except Exception:  # noqa: BLE001, S110  -- it is looked at again, with patience
                 pass
             else:
