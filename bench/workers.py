@@ -276,6 +276,7 @@ def pickup(bench: Bench) -> None:
     """From enqueue to handler on an idle worker, against INSERT with NOTIFY, and a claim when it is heard."""
     turns = 20 if bench.quick else 100
     fill_floor(bench, 0)
+    clear(bench)  # of what others have left dead: nobody vacuums here, and the floor is new
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     with (
