@@ -29,6 +29,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import psycopg
 from psycopg import (
     AsyncClientCursor,
@@ -66,8 +67,7 @@ Rows = Sequence[Any]
 IDLE_TOO_LONG = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(msgspec.Struct, frozen=True):
     """One statement for the database, with its values beside it."""
 
     text: str

@@ -8,6 +8,7 @@ always bound.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -362,7 +363,7 @@ class Protocol:
 
     def claim(self, request: Mapping[str, object]) -> Statement:
         """Jobs for a worker, and a report."""
-        return Statement(self._written(CLAIM), (_text(request),), as_tuples=True)
+        return Statement(_written(CLAIM, self.schema), (_text(request),), as_tuples=True)
 
     def await_claims(self, worker: int) -> Statement | None:
         """A heartbeat that reconciles waits for them itself."""
@@ -570,12 +571,14 @@ class Protocol:
         return task, task, queue, queue, wanted, wanted
 
     def _statement(self, text: str, *params: object) -> Statement:
-        return Statement(self._written(text), params)
+        return Statement(_written(text, self.schema), params)
 
     def _look(self, text: str, *params: object) -> Statement:
-        return Statement(self._written(text), params, writes=False)
+        return Statement(_written(text, self.schema), params, writes=False)
 
-    def _written(self, text: str) -> str:
-        for part, columns in PARTS.items():
-            text = text.replace(part, columns)
-        return text.replace("shiftwork.", f'"{self.schema}".')
+
+@lru_cache(maxsize=1000)
+def _written(text: str, schema: str) -> str:
+    for part, columns in PARTS.items():
+        text = text.replace(part, columns)
+    return text.replace("shiftwork.", f'"{schema}".')

@@ -26,11 +26,11 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shiftwork.database import Rows, Statement
 from shiftwork.errors import ConfigurationError, NotInstalled

@@ -87,6 +87,8 @@ class Around:
     kind: str
     hooks: Sequence[Callable[..., Any]]
     took: Durations = field(default_factory=lambda: Durations(QUICK))
+    fresh: list[float] = field(default_factory=list)
+    """Seconds that are not counted yet: many at once are counted faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Attempts:
         self._settling = settling
         self.transactions = transactions
         self._processes = processes
-        self._hooked = bool(hooks.before_job or hooks.after_job)
+        self.hooked = bool(hooks.before_job or hooks.after_job)
         self._publish = publish
         self._before = Around("before_job", hooks.before_job)
         self._after = Around("after_job", hooks.after_job)
@@ -171,7 +173,7 @@ class Attempts:
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
-        if self._hooked:
+        if self.hooked:
             return self._begin_hooked(run)
         if self._told_beginnings:
             self._began(run)
@@ -192,6 +194,7 @@ class Attempts:
                 except InvalidArgument as error:
                     raise UnfitArguments(str(error)) from None
         except Exception as error:  # noqa: BLE001  -- every ending is a value
+            run.began = clock()
             return Raised(error)
         steps = self._steps
         run.began = began = clock()
@@ -237,9 +240,9 @@ class Attempts:
                     run.began = time.perf_counter()
                 if between is not None:
                     ending = await between
-                elif self._hooked:
+                elif self.hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, self._before, job, None)
+                    before = self._tell_hooks(run, self._before, job, None, run.began)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -255,16 +258,16 @@ class Attempts:
         """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
         if self._told_beginnings:
             self._began(run)
-        run.began = clock()
         job = Claimed.by(run)
-        if (waiting := self._tell_hooks(run, self._before, job, None)) is not None:
+        run.began = began = clock()
+        if (waiting := self._tell_hooks(run, self._before, job, None, began)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
-        failure = None if isinstance(ending, Returned) else _failure(ending)
-        if (waiting := self._tell_hooks(run, self._after, job, failure)) is not None:
+        failure = None if type(ending) is Returned else _failure(ending)
+        if (waiting := self._tell_hooks(run, self._after, job, failure, run.began + run.took)) is not None:
             self._waits()
             return self._attempt(run, between=self._after_hooks(run, waiting, ending))
         return self._ended(run, ending)
@@ -283,7 +286,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, self._after, job, _failure(ending))
+            after = self._tell_hooks(run, self._after, job, _failure(ending), clock())
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -298,16 +301,16 @@ class Attempts:
         return ending
 
     def _tell_hooks(
-        self, run: Run, around: Around, job: Job, failure: str | None
+        self, run: Run, around: Around, job: Job, failure: str | None, began: float
     ) -> Coroutine[Any, Any, None] | None:
-        """Call hooks, one after the other; what is left to await, if one of them waits.
+        """Call hooks, one after the other, from now on; what is left to await, if one of them waits.
 
         One that fails is a warning on the job, and changes nothing.
         """
-        if not (hooks := around.hooks):
+        if not around.hooks:
             return None
-        began, after = clock(), around is self._after
-        for place, hook in enumerate(hooks, 1):
+        after, hooks = around is self._after, iter(around.hooks)
+        for hook in hooks:
             try:
                 answer = hook(job, failure) if after else hook(job)
                 if answer is None:
@@ -321,13 +324,12 @@ class Attempts:
                 if steps.gi_yieldfrom is None:
                     continue
                 self._steps = first_steps()
-                waiting, rest = Waiting(steps, pending, directly), hooks[place:]
-                given = (job, failure) if after else (job,)
-                return self._rest_of_hooks(run, around, began, waiting, rest, *given)
+                waiting, given = Waiting(steps, pending, directly), (job, failure) if after else (job,)
+                return self._rest_of_hooks(run, around, began, waiting, tuple(hooks), *given)
             except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
                 self._steps = first_steps()
                 self._hook_failed(run, around.kind, error)
-        around.took.add(clock() - began)
+        around.fresh.append(clock() - began)
         return None
 
     async def _rest_of_hooks(
@@ -349,6 +351,13 @@ class Attempts:
             except Exception as error:  # noqa: BLE001  -- it is not ours
                 self._hook_failed(run, around.kind, error)
         around.took.add(clock() - began)
+
+    def count_hooks(self) -> None:
+        """Some jobs have ended: count how long the hooks around them took."""
+        for around in (self._before, self._after):
+            if around.fresh:
+                around.took.add_all(around.fresh)
+                around.fresh.clear()
 
     def _hook_failed(self, run: Run, kind: str, error: BaseException) -> None:
         failed = f"{type(error).__name__}: {error}"

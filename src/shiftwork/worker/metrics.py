@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
@@ -137,19 +137,15 @@ class Metrics:
 
     def tell_ended(self, jobs: Sequence[events.JobEnded]) -> None:
         """The same for jobs that ended together."""
-        tasks, unknown = self._tasks, self._unknown
-        took: dict[Task, list[float]] = {}
+        by_task: defaultdict[str, list[events.JobEnded]] = defaultdict(list)
         for event in jobs:
-            task = tasks.get(event.task) or unknown
-            if event.state == "completed":
-                task.ok += 1
-            else:
-                task.outcomes[_outcome(event)] += 1
-            if task not in took:
-                took[task] = []
-            took[task].append(event.seconds)
-        for task, seconds in took.items():
-            task.took.add_all(seconds)
+            by_task[event.task].append(event)
+        for name, ended in by_task.items():
+            task = self._tasks.get(name) or self._unknown
+            task.took.add_all([event.seconds for event in ended])
+            others = [event for event in ended if event.state != "completed"]
+            task.ok += len(ended) - len(others)
+            task.outcomes.update(map(_outcome, others))
 
     def _count(self, event: Event) -> None:  # noqa: PLR0912
         counts = self._counts

@@ -18,9 +18,8 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -110,19 +109,9 @@ class Transactions:
         self._idle: deque[Ours] = deque()
         self._idle_blocking: deque[OursBlocking] = deque()
 
-    @asynccontextmanager
-    async def in_turn(self) -> AsyncIterator[bool]:
+    def in_turn(self) -> _Turn:
         """Wait for a turn; says whether it came in time, else others may have room for the job."""
-        try:
-            async with asyncio.timeout(LONGEST if self.turn.locked() else None):
-                await self.turn.acquire()
-        except TimeoutError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self.turn.release()
+        return _Turn(self.turn)
 
     async def open(self, run: Run) -> Ours | OursBlocking:
         """A session of the kind that the handler needs, in whose transaction the job's row is locked under the fence."""
@@ -344,12 +333,43 @@ class Transactions:
         return translate(error, self._store.schema, commits=False, alive=not connection.closed)
 
 
+class _Turn:
+    """A turn at having a session, from when it comes until it is over."""
+
+    __slots__ = ("_came", "_turn")
+
+    def __init__(self, turn: asyncio.Semaphore) -> None:
+        self._turn = turn
+        self._came = True
+
+    async def __aenter__(self) -> bool:
+        if not self._turn.locked():
+            return await self._turn.acquire()
+        try:
+            async with asyncio.timeout(LONGEST):
+                return await self._turn.acquire()
+        except TimeoutError:
+            self._came = False
+            return False
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._came:
+            self._turn.release()
+
+
 def _composed(connection: Ours | OursBlocking, statement: Statement) -> bytes:
     """A statement with its values in it, so that several can go as one message."""
     quote, encoding = Escaping(connection.pgconn).escape_literal, connection.info.encoding
-    values = [quote(str(value).encode(encoding)) for value in statement.params]
-    text = _PLACE.sub(lambda found: b"%b" if found[0] == b"%s" else found[0], statement.text.encode())
-    return text % tuple(values)
+    values = [
+        b"%d" % value if type(value) is int else quote(str(value).encode(encoding))
+        for value in statement.params
+    ]
+    return _template(statement.text) % tuple(values)
+
+
+@lru_cache
+def _template(text: str) -> bytes:
+    return _PLACE.sub(lambda found: b"%b" if found[0] == b"%s" else found[0], text.encode())
 
 
 _PLACE = re.compile(rb"%[%s]")

@@ -777,6 +777,8 @@ class Worker:
 
     def _freed(self, runs: Sequence[Run]) -> None:
         self._lanes.leave(runs)
+        if self._attempts.hooked:
+            self._attempts.count_hooks()
         if self._hungry or self._backlog:
             self._wake()
 

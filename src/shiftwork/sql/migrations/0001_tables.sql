@@ -73,14 +73,15 @@ create index jobs_misfit on shiftwork.jobs ((shiftwork.refuse_state(id, state) i
 -- stays empty: attaching a partition reads all of it under an exclusive lock.
 create table shiftwork.history (
   like shiftwork.jobs,
-  forget_on date not null,
-  constraint job_is_finished check (
-    state >= 'completed' and finished_at is not null and (state = 'completed') = (error is null)
-  )
+  forget_on date not null
 ) partition by range (forget_on);
 alter table shiftwork.history alter max_attempts type int;        -- what is over may say anything: revive looks at it
 
 create index history_id on shiftwork.history (id);
+-- Whoever is here has ended, at some time, and with an error unless it was completed.
+create index history_misfit on shiftwork.history ((shiftwork.refuse_state(id, state) is null)) where state <> all (
+  case when finished_at is null then '{}'::shiftwork.job_state[]
+       when error is null then '{completed}' else '{failed,cancelled,expired}' end);
 create index history_unique on shiftwork.history (task, unique_key, created_at) where unique_key is not null;
 create table shiftwork.history_default partition of shiftwork.history default;
 create index history_default_forget on shiftwork.history_default (forget_on);
