@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
+from bench.callers import by_hand, through_client
 from bench.measuring import (
     PAIRS,
     Bench,
@@ -56,6 +57,14 @@ def enqueue(bench: Bench) -> None:
                 lambda n=clients: pgbench(bench, bare, n),  # type: ignore[misc]
                 "jobs/s",
             )
+    for callers in (1, 32):
+        bench.pairs(
+            f"aenqueue() by {callers} caller{'s' * (callers > 1)} in one process, against as many bare INSERTs of one",
+            0.8,
+            lambda n=callers: through_client(bench, n),  # type: ignore[misc]
+            lambda n=callers: by_hand(bench, n),  # type: ignore[misc]
+            "jobs/s",
+        )
     clear(bench)
 
 

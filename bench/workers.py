@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 import psycopg
 
+from bench.callers import by_hand, through_client
 from bench.measuring import (
     FLOOR,
     PAIRS,
@@ -246,16 +247,17 @@ def routines(bench: Bench) -> None:
 
 
 def enqueuers(bench: Bench) -> None:
-    """32 clients that enqueue one job at a time while a worker keeps up, against bare inserts."""
+    """32 who enqueue one job at a time while a worker keeps up, against bare inserts."""
     text = """select shiftwork.enqueue('nothing', '{"n": 1}');"""
     bare = """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');"""
+    seconds = 1 if bench.quick else 4
     left: list[int] = []
 
-    def kept_up() -> float:
+    def kept_up(enqueue: Callable[[], float]) -> float:
         clear(bench)
         with working(bench, concurrency=CONCURRENCY), bench.connect() as connection:
             pgbench(bench, text, 32, seconds=1)  # until nobody counts as asleep any more
-            found = pgbench(bench, text, 32, seconds=1 if bench.quick else 4)
+            found = enqueue()
             [[waiting]] = connection.execute("select count(*) from shiftwork.jobs").fetchall()
             left.append(waiting)
             await_true(connection, b"select not exists (select from shiftwork.jobs)")
@@ -263,10 +265,17 @@ def enqueuers(bench: Bench) -> None:
 
     fill_floor(bench, 1)
     bench.pairs(
-        "enqueue() from 32 clients while a worker keeps up, against bare inserts",
+        "aenqueue() by 32 callers in one process while a worker keeps up, against as many bare INSERTs of one",
         0.6,
-        kept_up,
-        lambda: pgbench(bench, bare, 32, seconds=1 if bench.quick else 4),
+        lambda: kept_up(lambda: through_client(bench, 32)),
+        lambda: by_hand(bench, 32),
+        "jobs/s",
+    )
+    bench.pairs(
+        "enqueue() on 32 connections while a worker keeps up, against bare INSERTs",
+        0.6,
+        lambda: kept_up(lambda: pgbench(bench, text, 32, seconds=seconds)),
+        lambda: pgbench(bench, bare, 32, seconds=seconds),
         "jobs/s",
     )
     print(f"         jobs that waited when the clients stopped: {left}")

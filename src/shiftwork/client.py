@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from psycopg import AsyncConnection, Connection
 
 from shiftwork import operations
+from shiftwork.convoy import AConvoy, Convoy
 from shiftwork.database import (
     APool,
     Plan,
@@ -31,7 +32,7 @@ from shiftwork.database import (
     run,
 )
 from shiftwork.errors import JobCancelled, JobEnded, JobExpired, JobFailed
-from shiftwork.job import Answer, Job, Line, Progress, State
+from shiftwork.job import Answer, Job, Line, NewJob, Progress, Sent, State
 from shiftwork.notifications import AEar, Ear
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol
@@ -51,6 +52,8 @@ class Client:
         self._apool = APool(settings, revive)
         self._ears: dict[int, Ear] = {}
         self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
+        self._convoy = Convoy(lambda jobs: self.perform(operations.enqueue(self.store, jobs)))
+        self._aconvoys: WeakKeyDictionary[asyncio.AbstractEventLoop, AConvoy] = WeakKeyDictionary()
 
     def perform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
         """Carry out a plan; `atomic` makes its statements one transaction, unless they are in the caller's."""
@@ -77,6 +80,25 @@ class Client:
             return await arun(plan, self._aexecute)
         async with self._apool.connection() as own, acommitting(own, schema):
             return await arun(plan, aexecuting(own, schema, lent=False))
+
+    def send(self, job: NewJob[Any], connection: object = None) -> Sent:
+        """Enqueue one job; on connections of our own, together with what others send at the same time."""
+        if connection is None and operations.may_go_with_others(job):
+            return self._convoy.send(job)
+        [sent] = self.perform(operations.enqueue(self.store, [job]), connection)
+        return sent
+
+    async def asend(self, job: NewJob[Any], connection: object = None) -> Sent:
+        """Enqueue one job; on connections of our own, together with what others send at the same time."""
+        if connection is None and operations.may_go_with_others(job):
+            loop = asyncio.get_running_loop()
+            if (convoy := self._aconvoys.get(loop)) is None:
+                convoy = self._aconvoys[loop] = AConvoy(
+                    lambda jobs: self.aperform(operations.enqueue(self.store, jobs))
+                )
+            return await convoy.send(job)
+        [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
+        return sent
 
     def await_end(self, job: int, timeout: float | timedelta) -> Job:
         """The job once it has ended."""

@@ -97,6 +97,11 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
     return sent
 
 
+def may_go_with_others(job: NewJob[object]) -> bool:
+    """Whether a job may be enqueued together with those of others: nobody waits for locks that only a key needs."""
+    return job.unique_key is None and importing.unsent is None
+
+
 def _documents(jobs: Iterable[NewJob[object]]) -> Iterator[tuple[str, int]]:
     """JSON arrays of jobs, each bounded in rows and in bytes, made while they are read."""
     parts: list[bytes] = []

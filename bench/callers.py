@@ -1,0 +1,65 @@
+"""Coroutines of one process that enqueue one job after the other, through the client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+
+import psycopg
+
+from bench.measuring import FLOOR, Bench, sql
+from shiftwork import App
+from shiftwork.program import fastest_loop
+from shiftwork.settings import Settings
+
+Call = Callable[[], Awaitable[object]]
+
+
+def through_client(bench: Bench, callers: int) -> float:
+    """Jobs a second by `aenqueue()`."""
+    with App(settings=Settings(dsn=bench.url)) as app:
+
+        @app.task
+        async def nothing(n: int) -> None:
+            """As the worker has it."""
+
+        @contextlib.asynccontextmanager
+        async def begin() -> AsyncIterator[Call]:
+            yield lambda: nothing.aenqueue(n=1)
+
+        return _calls(bench, callers, begin)
+
+
+def by_hand(bench: Bench, callers: int) -> float:
+    """Rows a second by bare INSERTs, each caller on a connection of its own."""
+
+    @contextlib.asynccontextmanager
+    async def begin() -> AsyncIterator[Call]:
+        async with await psycopg.AsyncConnection.connect(
+            bench.url, autocommit=True, prepare_threshold=None
+        ) as connection:
+            yield lambda: connection.execute(sql(FLOOR["insert"]), ("nothing", '{"n": 1}'))
+
+    return _calls(bench, callers, begin)
+
+
+def _calls(bench: Bench, callers: int, begin: Callable[[], AbstractAsyncContextManager[Call]]) -> float:
+    seconds = 1 if bench.quick else 3
+
+    async def one() -> int:
+        made = 0
+        async with begin() as call:
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until:
+                await call()
+                made += 1
+        return made
+
+    async def all_of_them() -> float:
+        return sum(await asyncio.gather(*(one() for _ in range(callers)))) / seconds
+
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:  # as workers have it
+        return runner.run(all_of_them())
