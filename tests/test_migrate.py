@@ -20,6 +20,7 @@ from shiftwork.database import executing, run
 from shiftwork.errors import ConfigurationError, NotInstalled, SchemaTooNew
 from shiftwork.migrate import Migration, migrate, pending, script
 from shiftwork.operations import require as requirement
+from shiftwork.settings import check_schema
 from shiftwork.stores.protocol import Protocol as Store
 from tests.concurrency import elsewhere
 from tests.harness import Protocol
@@ -385,3 +386,11 @@ def test_making_the_functions_anew_waits_for_nobody_who_writes_jobs(empty: psyco
         writer.execute("select shiftwork.enqueue('t')")
         writer.execute("select count(*) from shiftwork.all_jobs")
         assert migrate(empty) == ["re-created the functions"]
+
+
+def test_no_word_that_the_server_keeps_for_itself_becomes_a_schema(protocol: Protocol) -> None:
+    kept = protocol.rows("select word from pg_get_keywords() where catcode <> 'U'")
+    assert len(kept) > 100
+    for row in kept:
+        with pytest.raises(ConfigurationError, match="schema name"):
+            check_schema(row["word"])
