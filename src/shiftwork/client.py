@@ -21,13 +21,11 @@ from shiftwork.database import (
     Statement,
     acommitting,
     aconnect,
-    aexecuting,
     alend,
     arun,
     commits_each,
     committing,
     connect,
-    executing,
     lend,
     run,
 )
@@ -66,7 +64,7 @@ class Client:
         if not atomic:
             return run(plan, self._execute)
         with self._pool.connection() as own, committing(own, schema):
-            return run(plan, executing(own, schema, lent=False))
+            return run(plan, own.execute_ours)
 
     async def aperform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
         """Carry out a plan; `atomic` makes its statements one transaction, unless they are in the caller's."""
@@ -79,7 +77,7 @@ class Client:
         if not atomic:
             return await arun(plan, self._aexecute)
         async with self._apool.connection() as own, acommitting(own, schema):
-            return await arun(plan, aexecuting(own, schema, lent=False))
+            return await arun(plan, own.execute_ours)
 
     def send(self, job: NewJob[Any], connection: object = None) -> Sent:
         """Enqueue one job; on connections of our own, together with what others send at the same time."""
@@ -128,11 +126,11 @@ class Client:
 
     def _execute(self, statement: Statement) -> Rows:
         with self._pool.connection() as own:
-            return executing(own, self.settings.schema, lent=False)(statement)
+            return own.execute_ours(statement)
 
     async def _aexecute(self, statement: Statement) -> Rows:
         async with self._apool.connection() as own:
-            return await aexecuting(own, self.settings.schema, lent=False)(statement)
+            return await own.execute_ours(statement)
 
 
 class Handle(Generic[R]):

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 import psycopg
@@ -318,6 +318,18 @@ async def aconnect(
     return connection
 
 
+class Own(Connection[Any]):
+    """A connection of a pool, and the way to put statements on it."""
+
+    execute_ours: Execute
+
+
+class AOwn(AsyncConnection[Any]):
+    """The same for awaiting callers."""
+
+    execute_ours: AExecute
+
+
 class Pool:
     """Connections for blocking callers: made when needed, kept for the next, replaced when dead."""
 
@@ -331,10 +343,10 @@ class Pool:
     def _renew(self) -> None:
         self._process = os.getpid()
         self._free = threading.BoundedSemaphore(self._settings.max_connections)
-        self._idle: deque[tuple[Connection[Any], float]] = deque()
+        self._idle: deque[tuple[Own, float]] = deque()
 
     @contextmanager
-    def connection(self) -> Iterator[Connection[Any]]:
+    def connection(self) -> Iterator[Own]:
         """A connection for as long as the block lasts."""
         if self._process != os.getpid():
             self._renew()  # forked: the parent's connections are the parent's
@@ -353,16 +365,18 @@ class Pool:
         finally:
             free.release()
 
-    def _connect(self) -> Connection[Any]:
+    def _connect(self) -> Own:
         try:
-            return connect(self._settings)
+            connection = cast("Own", connect(self._settings, kind=Own))
         except DatabaseUnavailable:
             if self._revive is None:
                 raise
-        self._revive()
-        return connect(self._settings)
+            self._revive()
+            connection = cast("Own", connect(self._settings, kind=Own))
+        connection.execute_ours = executing(connection, self._settings.schema, lent=False)
+        return connection
 
-    def _take(self) -> Connection[Any] | None:
+    def _take(self) -> Own | None:
         while True:
             try:
                 connection, _ = self._idle.pop()
@@ -372,7 +386,7 @@ class Pool:
                 return connection
             connection.close()
 
-    def _put(self, connection: Connection[Any]) -> None:
+    def _put(self, connection: Own) -> None:
         now = time.monotonic()
         if _reusable(connection) and not self._closed:
             self._idle.append((connection, now))
@@ -403,14 +417,17 @@ class APool:
         self._closed = False
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+    async def connection(self) -> AsyncIterator[AOwn]:
         """A connection for as long as the block lasts."""
         shelf = self._shelf()
-        try:
-            async with asyncio.timeout(self._settings.connect_timeout.total_seconds()):
-                await shelf.free.acquire()
-        except TimeoutError:
-            raise _all_busy(self._settings) from None
+        if shelf.free.locked():
+            try:
+                async with asyncio.timeout(self._settings.connect_timeout.total_seconds()):
+                    await shelf.free.acquire()
+            except TimeoutError:
+                raise _all_busy(self._settings) from None
+        else:
+            await shelf.free.acquire()  # without waiting
         try:
             connection = await self._take(shelf) or await self._connect()
             try:
@@ -434,16 +451,18 @@ class APool:
             self._shelves[loop] = _Shelf(asyncio.Semaphore(self._settings.max_connections), deque())
         return self._shelves[loop]
 
-    async def _connect(self) -> AsyncConnection[Any]:
+    async def _connect(self) -> AOwn:
         try:
-            return await aconnect(self._settings)
+            connection = cast("AOwn", await aconnect(self._settings, kind=AOwn))
         except DatabaseUnavailable:
             if self._revive is None:
                 raise
-        await asyncio.to_thread(self._revive)
-        return await aconnect(self._settings)
+            await asyncio.to_thread(self._revive)
+            connection = cast("AOwn", await aconnect(self._settings, kind=AOwn))
+        connection.execute_ours = aexecuting(connection, self._settings.schema, lent=False)
+        return connection
 
-    async def _take(self, shelf: _Shelf) -> AsyncConnection[Any] | None:
+    async def _take(self, shelf: _Shelf) -> AOwn | None:
         while shelf.idle:
             connection, _ = shelf.idle.pop()
             if _still_there(connection):
@@ -451,7 +470,7 @@ class APool:
             await connection.close()
         return None
 
-    async def _put(self, shelf: _Shelf, connection: AsyncConnection[Any]) -> None:
+    async def _put(self, shelf: _Shelf, connection: AOwn) -> None:
         now = time.monotonic()
         if _reusable(connection) and not self._closed:
             shelf.idle.append((connection, now))
@@ -471,7 +490,7 @@ class APool:
 @dataclass
 class _Shelf:
     free: asyncio.Semaphore
-    idle: deque[tuple[AsyncConnection[Any], float]]
+    idle: deque[tuple[AOwn, float]]
 
     def clear(self) -> None:
         while self.idle:
@@ -491,24 +510,30 @@ def _all_busy(settings: Settings) -> DatabaseUnavailable:
 
 
 def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execute:
-    """A way to put statements on this connection, with a cursor of our own whatever its row factory is."""
+    """A way to put statements on this connection, with cursors of our own whatever its row factory is."""
+    cursors: dict[
+        tuple[bool, bool], Cursor[Any]
+    ] = {}  # one used again knows how to read what comes; it keeps that, so none for lists
 
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
-        try:
+        kind = statement.as_tuples, bool(statement.under)
+        cursor = cursors.get(kind) if statement.writes else None
+        if cursor is None:
             shape = tuple_row if statement.as_tuples else dict_row
-            cursor: Cursor[Any]
             if statement.under:
                 cursor = ClientCursor(connection, row_factory=shape)
             else:
                 cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
                 if statement.as_tuples:
                     _read_plainly(cursor)
-            with cursor:
-                cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
-                while cursor.nextset():
-                    pass
-                return cursor.fetchall()  # in a pipeline, too
+            if statement.writes:
+                cursors[kind] = cursor
+        try:
+            cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
+            while cursor.nextset():
+                pass
+            return cursor.fetchall()  # in a pipeline, too
         except UnicodeEncodeError as error:
             raise _unsendable(error) from None
         except psycopg.Error as error:
@@ -528,12 +553,12 @@ def _read_plainly(cursor: Cursor[Any] | AsyncCursor[Any]) -> None:
 
 def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> AExecute:
     """The same for an awaiting caller."""
-    cursors: dict[tuple[bool, bool], AsyncCursor[Any]] = {}  # one used again knows how to read what comes
+    cursors: dict[tuple[bool, bool], AsyncCursor[Any]] = {}
 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
         kind = statement.as_tuples, bool(statement.under)
-        cursor = cursors.get(kind)
+        cursor = cursors.get(kind) if statement.writes else None
         if cursor is None:
             shape = tuple_row if statement.as_tuples else dict_row
             if statement.under:
@@ -542,7 +567,8 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
                 cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
                 if statement.as_tuples:
                     _read_plainly(cursor)
-            cursors[kind] = cursor
+            if statement.writes:
+                cursors[kind] = cursor
         try:
             await cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
             while cursor.nextset():

@@ -138,7 +138,14 @@ async def end_all(tasks: Collection[asyncio.Task[None]]) -> None:
         for task in stubborn:
             with contextlib.suppress(Exception):
                 task.get_coro().close()
+            task.add_done_callback(_have_looked)
             task.cancel()
+
+
+def _have_looked(task: asyncio.Task[None]) -> None:
+    """Nobody else will, and it would be told of as an error that nobody saw."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _forget_cancelling(slot: asyncio.Task[None]) -> None:
