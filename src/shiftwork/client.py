@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from psycopg import AsyncConnection, Connection
 
 from shiftwork import operations
-from shiftwork.convoy import AConvoy, Convoy
+from shiftwork.convoy import Convoy
 from shiftwork.database import (
     APool,
     Plan,
@@ -50,8 +50,7 @@ class Client:
         self._apool = APool(settings, revive)
         self._ears: dict[int, Ear] = {}
         self._aears: WeakKeyDictionary[asyncio.AbstractEventLoop, AEar] = WeakKeyDictionary()
-        self._convoy = Convoy(lambda jobs: self.perform(operations.enqueue(self.store, jobs)))
-        self._aconvoys: WeakKeyDictionary[asyncio.AbstractEventLoop, AConvoy] = WeakKeyDictionary()
+        self._convoys: dict[asyncio.AbstractEventLoop, Convoy] = {}
 
     def perform(self, plan: Plan[T], connection: object = None, *, atomic: bool = False) -> T:
         """Carry out a plan; `atomic` makes its statements one transaction, unless they are in the caller's."""
@@ -79,24 +78,28 @@ class Client:
         async with self._apool.connection() as own, acommitting(own, schema):
             return await arun(plan, own.execute_ours)
 
-    def send(self, job: NewJob[Any], connection: object = None) -> Sent:
-        """Enqueue one job; on connections of our own, together with what others send at the same time."""
-        if connection is None and operations.may_go_with_others(job):
-            return self._convoy.send(job)
-        [sent] = self.perform(operations.enqueue(self.store, [job]), connection)
-        return sent
-
     async def asend(self, job: NewJob[Any], connection: object = None) -> Sent:
-        """Enqueue one job; on connections of our own, together with what others send at the same time."""
-        if connection is None and operations.may_go_with_others(job):
-            loop = asyncio.get_running_loop()
-            if (convoy := self._aconvoys.get(loop)) is None:
-                convoy = self._aconvoys[loop] = AConvoy(
-                    lambda jobs: self.aperform(operations.enqueue(self.store, jobs))
-                )
-            return await convoy.send(job)
-        [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
-        return sent
+        """Enqueue one job; on a connection of our own, together with what others send at the same time."""
+        if connection is not None or job.unique_key is not None or operations.importing.unsent is not None:
+            [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
+            return sent
+        loop = asyncio.get_running_loop()
+        if (convoy := self._convoys.get(loop)) is None:
+            for other in list(self._convoys):
+                if other.is_closed():
+                    self._convoys.pop(other, None)
+            convoy = self._convoys[loop] = self._convoy(loop)
+        return await convoy.send(job)
+
+    def _convoy(self, loop: asyncio.AbstractEventLoop) -> Convoy:
+        async def alone(job: NewJob[Any]) -> Sent:
+            [sent] = await self.aperform(operations.enqueue(self.store, [job]))
+            return sent
+
+        async def together(jobs: Sequence[bytes], within: float) -> Sequence[Sent]:
+            return await self.aperform(operations.enqueue_together(self.store, jobs, within))
+
+        return Convoy(loop, alone=alone, encode=operations.encode_job, together=together)
 
     def await_end(self, job: int, timeout: float | timedelta) -> Job:
         """The job once it has ended."""

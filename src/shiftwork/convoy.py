@@ -1,21 +1,26 @@
-"""Single jobs that callers of one process enqueue at the same time go together.
+"""Single jobs that coroutines of one event loop enqueue at the same time go together.
 
 A job that is enqueued while few others are on their way goes at once, alone. When as many statements are under way as
-may be, whoever comes waits until one of them has returned, and all who have come by then go in one statement: one
-round trip and one commit for all of them, on one connection. Nobody waits for others to come, and everybody hears of
-his own job, once it is committed.
+may be, whoever comes waits until one of them is back, and all who have come by then go in one statement: one round
+trip and one commit for all of them, on one connection. Nobody waits for others to come, and everybody hears of his own
+job, once it is committed.
 
-What the database refuses together goes again, each job alone, so that an error is told to him whom it concerns. When
-a line is lost while jobs were under way nobody knows what became of them, and each of their senders is told so.
+What the database refuses together goes in halves, and what is refused alone is refused to him whose job it is. When a
+line is lost while jobs were under way nobody knows what became of them, and each of their senders is told so: only
+what is known not to be there is ever sent again.
+
+Jobs that go together could wait for a lock that one of their senders holds, who waits for them. So they do not wait
+for any lock longer than a moment, and then go alone; and those who wait for statements that do not come back go
+without them after as long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar
+from contextvars import Context
+from typing import Any
 
 from shiftwork.errors import DatabaseUnavailable, ShiftworkError
 from shiftwork.job import NewJob, Sent
@@ -26,221 +31,139 @@ MOST_UNDER_WAY = 2
 MOST_TOGETHER = 1_000
 BYTES_TOGETHER = 1 << 20
 PATIENCE = 1.0
-"""Seconds after which nobody waits any more: those under way may wait for something that the caller holds."""
+"""Seconds for which those who wait do so for others, and those who go together for a lock."""
 
-Happening = TypeVar("Happening", threading.Event, asyncio.Event)
+LOCKED = "55P03"
 
 
-class _Sender(Generic[Happening]):
+class _Sender:
     """Somebody whose job waits to go with others."""
 
-    __slots__ = ("answer", "error", "job", "load", "stirred", "task", "waits")
+    __slots__ = ("answer", "job", "task")
 
-    def __init__(self, job: NewJob[Any], stirred: Happening, task: asyncio.Task[Any] | None = None) -> None:
+    def __init__(self, job: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
-        self.stirred: Happening = stirred
-        self.task = task  # in which it waits, if in one
-        self.waits = True  # until it is part of a load
-        self.load: list[_Sender[Happening]] = []  # what it has to send, its own job first
-        self.answer: Sent | None = None
-        self.error: DatabaseUnavailable | None = None
+        self.answer: asyncio.Future[Sent | None] = loop.create_future()
+        """What was sent, None if it is to go alone."""
 
+        self.task: asyncio.Task[Any] | None = asyncio.current_task(loop)
 
-class _Waiting(Generic[Happening]):
-    """Who waits, and how many statements are under way."""
-
-    def __init__(self) -> None:
-        self.under_way = 0
-        self.senders: list[_Sender[Happening]] = []
-
-    def goes_at_once(self) -> bool:
-        """Whether there is room for one more statement, which is then taken."""
-        if self.under_way >= MOST_UNDER_WAY:
-            return False
-        self.under_way += 1
-        return True
-
-    def next_load(self) -> list[_Sender[Happening]]:
-        """A statement has returned: who goes next, if anybody waits; else there is room again."""
-        load: list[_Sender[Happening]] = []
-        size = 0
-        for sender in self.senders[:]:
-            if sender.task is not None and sender.task.cancelling():
-                self.leaves(sender)  # as all do when their event loop is about to end
-        for sender in self.senders[:MOST_TOGETHER]:
-            size += len(sender.job.payload)
-            if load and size > BYTES_TOGETHER:
-                break
-            sender.waits = False
-            load.append(sender)
-        del self.senders[: len(load)]
-        if not load:
-            self.under_way -= 1
-        return load
-
-    def leaves(self, sender: _Sender[Happening]) -> bool:
-        """Whether somebody still waits, who then does so no more."""
-        if sender.waits:
-            sender.waits = False
-            self.senders.remove(sender)
-            return True
-        return False
-
-
-def _answered(load: Sequence[_Sender[Any]], answers: Sequence[Sent]) -> None:
-    for sender, answer in zip(load, answers, strict=True):
-        sender.answer = answer
-
-
-def _lost(load: Sequence[_Sender[Any]], error: BaseException) -> None:
-    """Nobody knows what became of them. Each gets an error of its own, since each is raised elsewhere."""
-    for sender in load:
-        if isinstance(error, DatabaseUnavailable):
-            sender.error = DatabaseUnavailable(
-                str(error), maybe_committed=error.maybe_committed, sqlstate=error.sqlstate
-            )
-        else:
-            sender.error = DatabaseUnavailable(
-                "whoever sent this job together with others was interrupted (it may have been committed)",
-                maybe_committed=True,
-            )
+    def tell(self, answer: Sent | None) -> None:
+        """Say what came of it, if somebody still wants to know."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 class Convoy:
-    """For blocking callers."""
+    """All who enqueue single jobs in one event loop."""
 
-    def __init__(self, enqueue: Callable[[Sequence[NewJob[Any]]], list[Sent]]) -> None:
-        self._enqueue = enqueue
-        self._renew()
-
-    def _renew(self) -> None:
-        self._process = os.getpid()
-        self._guard = threading.Lock()
-        self._waiting: _Waiting[threading.Event] = _Waiting()
-
-    def send(self, job: NewJob[Any]) -> Sent:
-        """Enqueue a job, alone or together with others."""
-        if self._process != os.getpid():
-            self._renew()  # forked: who waits and sends there does not do so here
-        sender: _Sender[threading.Event] | None = None
-        with self._guard:
-            if not self._waiting.goes_at_once():
-                sender = _Sender(job, threading.Event())
-                self._waiting.senders.append(sender)
-        if sender is None:
-            try:
-                return self._alone(job)
-            finally:
-                self._let_next_go()
-        try:
-            if not sender.stirred.wait(PATIENCE):
-                with self._guard:
-                    alone = self._waiting.leaves(sender)
-                if not alone:
-                    sender.stirred.wait()
-            if sender.load:
-                self._send(sender)
-        except BaseException:  # as when somebody presses ^C
-            self._leave(sender)
-            raise
-        if sender.error is not None:
-            raise sender.error
-        return sender.answer or self._alone(job)
-
-    def _alone(self, job: NewJob[Any]) -> Sent:
-        [sent] = self._enqueue([job])
-        return sent
-
-    def _send(self, me: _Sender[threading.Event]) -> None:
-        load = me.load
-        try:
-            _answered(load, self._enqueue([sender.job for sender in load]))
-        except DatabaseUnavailable as error:
-            _lost(load, error)
-        except ShiftworkError:
-            pass  # each goes alone
-        except BaseException as error:
-            _lost(load, error)
-            raise
-        finally:
-            me.load = []
-            for sender in load:
-                sender.stirred.set()
-            self._let_next_go()
-
-    def _let_next_go(self) -> None:
-        with self._guard:
-            if load := self._waiting.next_load():
-                load[0].load = load
-        if load:
-            load[0].stirred.set()
-
-    def _leave(self, sender: _Sender[threading.Event]) -> None:
-        """Somebody gives up before his job was sent; what he was to send is left to the next."""
-        with self._guard:
-            if self._waiting.leaves(sender) or not sender.load:
-                return
-            for other in sender.load[1:]:
-                other.waits = True
-            self._waiting.senders[:0] = sender.load[1:]
-        self._let_next_go()
-
-
-class AConvoy:
-    """For callers in one event loop."""
-
-    def __init__(self, enqueue: Callable[[Sequence[NewJob[Any]]], Awaitable[list[Sent]]]) -> None:
-        self._enqueue = enqueue
-        self._waiting: _Waiting[asyncio.Event] = _Waiting()
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        alone: Callable[[NewJob[Any]], Awaitable[Sent]],
+        encode: Callable[[NewJob[Any]], bytes],
+        together: Callable[[Sequence[bytes], float], Awaitable[Sequence[Sent]]],
+    ) -> None:
+        """`together` sends encoded jobs in one statement, which waits so many seconds at most for a lock."""
+        self._loop = loop
+        self._alone = alone
+        self._encode = encode
+        self._together = together
+        self._under_way = 0
+        self._waiting: deque[_Sender] = deque()
+        self._impatient: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
 
     async def send(self, job: NewJob[Any]) -> Sent:
         """Enqueue a job, alone or together with others."""
-        if self._waiting.goes_at_once():
+        if self._under_way < MOST_UNDER_WAY:
+            self._under_way += 1
             try:
                 return await self._alone(job)
             finally:
-                self._let_next_go()
-        sender = _Sender(job, asyncio.Event(), asyncio.current_task())
-        self._waiting.senders.append(sender)
-        too_long = asyncio.get_running_loop().call_later(PATIENCE, self._lose_patience, sender)
-        try:
-            await sender.stirred.wait()
-        except BaseException:
-            self._waiting.leaves(sender)  # else it is on its way
-            raise
-        finally:
-            too_long.cancel()
-        if sender.error is not None:
-            raise sender.error
-        return sender.answer or await self._alone(job)
+                self._one_is_back()
+        sender = _Sender(self._encode(job), self._loop)
+        self._waiting.append(sender)
+        self._watch()
+        return await sender.answer or await self._alone(job)
 
-    async def _alone(self, job: NewJob[Any]) -> Sent:
-        [sent] = await self._enqueue([job])
-        return sent
+    def _watch(self) -> None:
+        """See to it that nobody waits too long; the first in line has waited for longest."""
+        if self._impatient is None and self._waiting:
+            self._impatient = self._loop.call_later(PATIENCE, self._lose_patience)
 
-    async def _send(self, load: Sequence[_Sender[asyncio.Event]]) -> None:
+    def _lose_patience(self) -> None:
+        self._impatient = None
+        self._under_way += 1  # those under way may never come back
+        self._one_is_back()
+
+    def _one_is_back(self) -> None:
+        """There is room for one more statement: whoever waits goes."""
+        load: list[_Sender] = []
+        size = 0
+        while self._waiting and len(load) < MOST_TOGETHER:
+            sender = self._waiting[0]
+            size += len(sender.job)
+            if load and size > BYTES_TOGETHER:
+                break
+            self._waiting.popleft()
+            if sender.task is not None and sender.task.cancelling():
+                sender.tell(None)  # it ends, with the loop perhaps; what it still does, it does alone
+            elif not sender.answer.done():
+                load.append(sender)
+        if self._impatient is not None:
+            self._impatient.cancel()
+            self._impatient = None
+        self._watch()
+        if not load:
+            self._under_way -= 1
+            return
+        # A task of its own, so that no caller who is cancelled takes others with him.
+        task = self._loop.create_task(self._send(load), context=Context())
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, load: Sequence[_Sender]) -> None:
         try:
-            _answered(load, await self._enqueue([sender.job for sender in load]))
-        except DatabaseUnavailable as error:
-            _lost(load, error)
-        except ShiftworkError:
-            pass  # each goes alone
-        except BaseException as error:
-            _lost(load, error)
-            raise
-        finally:
+            await self._carry(load)
+        except asyncio.CancelledError:
+            self._under_way -= 1  # and nobody goes any more: the loop ends
             for sender in load:
-                sender.stirred.set()
-            self._let_next_go()
+                sender.answer.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001  -- a fault of ours, which must not leave anybody waiting
+            _lost(load, DatabaseUnavailable(f"{type(error).__name__}: {error}", maybe_committed=True))
+        self._one_is_back()
 
-    def _lose_patience(self, sender: _Sender[asyncio.Event]) -> None:
-        if self._waiting.leaves(sender):
-            sender.stirred.set()
+    async def _carry(self, load: Sequence[_Sender]) -> None:
+        try:
+            sent = await self._together([sender.job for sender in load], PATIENCE)
+        except DatabaseUnavailable as error:
+            if error.maybe_committed:
+                _lost(load, error)
+            else:
+                for sender in load:
+                    sender.tell(None)
+            return
+        except ShiftworkError as error:
+            if len(load) == 1 or getattr(error, "sqlstate", None) == LOCKED:
+                for sender in load:
+                    sender.tell(None)
+                return
+        else:
+            for sender, answer in zip(load, sent, strict=True):
+                sender.tell(answer)
+            return
+        half = len(load) // 2
+        await self._carry(load[:half])
+        await self._carry(load[half:])
 
-    def _let_next_go(self) -> None:
-        if load := self._waiting.next_load():
-            # A task of its own, so that no caller who is cancelled takes others with him.
-            task = asyncio.get_running_loop().create_task(self._send(load))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+
+def _lost(load: Sequence[_Sender], error: DatabaseUnavailable) -> None:
+    """Nobody knows what became of them. Each gets an error of its own, since each raises it elsewhere."""
+    for sender in load:
+        if not sender.answer.done():
+            sender.answer.set_exception(
+                DatabaseUnavailable(str(error), maybe_committed=True, sqlstate=error.sqlstate)
+            )

@@ -76,6 +76,8 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
         case [NewJob(unique_key=None, expires_in=None) as job]:
             rows = yield store.enqueue_one(job)
             made, _, _ = rows[0]["sent"].strip("()").partition(",")
+            if not made:
+                raise DatabaseError(f"a job of task {job.task!r} was kept out of the queue by a trigger")
             return [Sent(int(made), "created")]
 
     sent: list[Sent] = []
@@ -97,26 +99,39 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
     return sent
 
 
-def may_go_with_others(job: NewJob[object]) -> bool:
-    """Whether a job may be enqueued together with those of others: nobody waits for locks that only a key needs."""
-    return job.unique_key is None and importing.unsent is None
+def enqueue_together(store: Protocol, jobs: Sequence[bytes], within: float) -> Plan[list[Sent]]:
+    """Enqueue encoded jobs in one statement, all of them or none, which waits for a lock no longer than so many seconds."""
+    rows = yield store.enqueue(_array(jobs), within)
+    if len(rows) != len(jobs):
+        raise DatabaseUnavailable(
+            f"of {len(jobs):,} jobs that were sent together {len(rows):,} are there, and nobody knows which: "
+            "a trigger has kept some of them out",
+            maybe_committed=True,
+        )
+    answers = sorted((row["ordinal"], row["id"], row["outcome"]) for row in rows)
+    return [Sent(made, outcome) for _, made, outcome in answers]
 
 
 def _documents(jobs: Iterable[NewJob[object]]) -> Iterator[tuple[str, int]]:
     """JSON arrays of jobs, each bounded in rows and in bytes, made while they are read."""
     parts: list[bytes] = []
     size = 0
-    for part in map(_encoded, jobs):
+    for part in map(encode_job, jobs):
         if parts and (len(parts) == CHUNK_ROWS or size + len(part) > CHUNK_BYTES):
-            yield f"[{b','.join(parts).decode()}]", len(parts)
+            yield _array(parts), len(parts)
             parts, size = [], 0
         parts.append(part)
         size += len(part) + 1
     if parts:
-        yield f"[{b','.join(parts).decode()}]", len(parts)
+        yield _array(parts), len(parts)
 
 
-def _encoded(job: NewJob[object]) -> bytes:
+def _array(parts: Sequence[bytes]) -> str:
+    return f"[{b','.join(parts).decode()}]"
+
+
+def encode_job(job: NewJob[object]) -> bytes:
+    """A job as `shiftwork.enqueue_many` takes it."""
     if not isinstance(job, NewJob):
         raise InvalidArgument(f"{job!r} is no job to enqueue; make one with task.job(…)")
     try:

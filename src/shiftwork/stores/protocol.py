@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
+from msgspec.structs import replace
 
 from shiftwork.database import Rows, Statement
 from shiftwork.errors import SchemaTooOld
@@ -282,9 +283,12 @@ class Protocol:
         """What the sessions of a worker are called: the reaper finds by it those of one that is lost."""
         return f"{self.schema} {worker}"
 
-    def enqueue(self, jobs: str) -> Statement:
-        """Enqueue the jobs of one JSON array."""
-        return self._statement(ENQUEUE, jobs)
+    def enqueue(self, jobs: str, within: float | None = None) -> Statement:
+        """Enqueue the jobs of one JSON array, waiting for a lock no longer than so many seconds."""
+        statement = self._statement(ENQUEUE, jobs)
+        if within is None:
+            return statement
+        return replace(statement, under=f"set local lock_timeout = {within * 1000:.0f}; ")
 
     def enqueue_one(self, job: NewJob[object]) -> Statement:
         """Enqueue one job without a unique key, and with a deadline that is a time, if any."""

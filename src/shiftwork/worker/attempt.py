@@ -265,6 +265,7 @@ class Attempts:
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
+            self.count_hooks()  # it may run for long
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
         failure = None if type(ending) is Returned else _failure(ending)
         if (waiting := self._tell_hooks(run, self._after, job, failure, run.began + run.took)) is not None:

@@ -361,7 +361,7 @@ def _composed(connection: Ours | OursBlocking, statement: Statement) -> bytes:
     """A statement with its values in it, so that several can go as one message."""
     quote, encoding = Escaping(connection.pgconn).escape_literal, connection.info.encoding
     values = [
-        b"%d" % value if type(value) is int else quote(str(value).encode(encoding))
+        b"%d" % value if type(value) is int and value >= 0 else quote(str(value).encode(encoding))
         for value in statement.params
     ]
     return _template(statement.text) % tuple(values)
