@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -251,9 +252,8 @@ def enqueuers(bench: Bench) -> None:
     text = """select shiftwork.enqueue('nothing', '{"n": 1}');"""
     bare = """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');"""
     seconds = 1 if bench.quick else 4
-    left: list[int] = []
 
-    def kept_up(enqueue: Callable[[], float]) -> float:
+    def kept_up(enqueue: Callable[[], float], left: list[int]) -> float:
         clear(bench)
         with working(bench, concurrency=CONCURRENCY), bench.connect() as connection:
             pgbench(bench, text, 32, seconds=1)  # until nobody counts as asleep any more
@@ -264,21 +264,21 @@ def enqueuers(bench: Bench) -> None:
         return found
 
     fill_floor(bench, 1)
-    bench.pairs(
-        "aenqueue() by 32 callers in one process while a worker keeps up, against as many bare INSERTs of one",
-        0.6,
-        lambda: kept_up(lambda: through_client(bench, 32)),
-        lambda: by_hand(bench, 32),
-        "jobs/s",
-    )
-    bench.pairs(
-        "enqueue() on 32 connections while a worker keeps up, against bare INSERTs",
-        0.6,
-        lambda: kept_up(lambda: pgbench(bench, text, 32, seconds=seconds)),
-        lambda: pgbench(bench, bare, 32, seconds=seconds),
-        "jobs/s",
-    )
-    print(f"         jobs that waited when the clients stopped: {left}")
+    for name, ours, theirs in (
+        (
+            "aenqueue() by 32 callers in one process while a worker keeps up, against as many bare INSERTs of one",
+            lambda: through_client(bench, 32),
+            lambda: by_hand(bench, 32),
+        ),
+        (
+            "enqueue() on 32 connections while a worker keeps up, against bare INSERTs",
+            lambda: pgbench(bench, text, 32, seconds=seconds),
+            lambda: pgbench(bench, bare, 32, seconds=seconds),
+        ),
+    ):
+        left: list[int] = []
+        bench.pairs(name, 0.6, partial(kept_up, ours, left), theirs, "jobs/s")
+        print(f"         jobs that waited when the clients stopped: {left}")
 
 
 def pickup(bench: Bench) -> None:

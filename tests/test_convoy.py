@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,11 @@ async def come_true(condition: Any) -> None:
     await asyncio.to_thread(until, condition)
 
 
+async def everyone(sent: list[Sending]) -> list[Handle[str] | BaseException]:
+    """What came of each."""
+    return await asyncio.wait_for(asyncio.gather(*sent, return_exceptions=True), SOON)
+
+
 async def pile_up(app: App, greet: Greet, watcher: Protocol, *names: str) -> list[Sending]:
     """Two that are on their way, and the others, who wait in this order; to be called while jobs are held up."""
     sent = [asyncio.create_task(greet.aenqueue(name)) for name in names]
@@ -145,7 +151,7 @@ async def test_one_that_is_refused_costs_nobody_else_anything(
     rule(protocol, "7", "raise 'nobody greets %', new.payload ->> 'name';")
     with held_up(protocol):
         sent = await pile_up(app, greet, watcher, *names)
-    answers = await asyncio.gather(*sent, return_exceptions=True)
+    answers = await everyone(sent)
     assert isinstance(answers[7], DatabaseError)
     assert "nobody greets 7" in str(answers[7])
     jobs = stored(protocol)
@@ -164,7 +170,7 @@ async def test_a_quota_that_one_job_exceeds_is_told_to_its_sender_alone(
     greet = declare(app)
     with held_up(protocol):
         sent = await pile_up(app, greet, watcher, *"012345")
-    answers = await asyncio.gather(*sent, return_exceptions=True)
+    answers = await everyone(sent)
     assert [type(answer) for answer in answers] == [Handle] * 4 + [DatabaseUnavailable] + [Handle]
     assert sorted(stored(protocol).values()) == [*"01235"]
 
@@ -180,7 +186,7 @@ async def test_when_their_line_is_lost_each_is_told_that_nobody_knows(
         await come_true(lambda: len(blocked(watcher, "advisory")) == 1)
         [pid] = blocked(watcher, "advisory")
         watcher.connection.execute("select pg_terminate_backend(%s)", (pid,))
-        answers = await asyncio.gather(*sent, return_exceptions=True)
+        answers = await everyone(sent)
     errors = answers[2:]
     assert [type(error) for error in errors] == [DatabaseUnavailable] * 4
     assert all(isinstance(error, DatabaseUnavailable) and error.maybe_committed for error in errors)
@@ -196,7 +202,7 @@ async def test_when_a_trigger_leaves_one_out_nobody_is_told_of_somebody_elses_jo
     rule(protocol, "4", "return null;")
     with held_up(protocol):
         sent = await pile_up(app, greet, watcher, *"012345")
-    answers = await asyncio.gather(*sent, return_exceptions=True)
+    answers = await everyone(sent)
     assert [type(answer) for answer in answers] == [Handle] * 2 + [DatabaseUnavailable] * 4
     assert "a trigger has kept some of them out" in str(answers[2])
     assert sorted(stored(protocol).values()) == [*"01235"]
@@ -264,6 +270,7 @@ def test_an_event_loop_can_end_while_some_are_on_their_way_and_others_wait(
     with app:
         with held_up(protocol), caplog.at_level(logging.ERROR, "asyncio"):
             asyncio.run(leave_them())
+            gc.collect()
         assert not caplog.records
         asyncio.run(once())
         client: Any = app.client
@@ -280,7 +287,7 @@ async def test_nobody_waits_for_others_who_do_not_come_back(
     with locked(dsn):
         stuck = [asyncio.create_task(greet.aenqueue("stuck")) for _ in range(2)]
         await come_true(lambda: len(blocked(watcher, "advisory")) == 2)
-        others = await asyncio.gather(*(greet.aenqueue(name) for name in "012345"))
+        others = await asyncio.wait_for(asyncio.gather(*map(greet.aenqueue, "012345")), SOON)
         assert sorted(stored(protocol).values()) == [*"012345"]
         assert commits(protocol) == 1, "who goes without waiting takes the others along"
         assert {handle.outcome for handle in others} == {"created"}
@@ -305,11 +312,12 @@ async def test_jobs_that_go_together_do_not_wait_for_a_lock_that_one_of_their_se
             await come_true(lambda: len(blocked(watcher)) == 2)
             sent.append(asyncio.create_task(enqueue_holding_a_lock()))
             await come_true(lambda: waiting(app) == 1)
-            sent.append(asyncio.create_task(greet.aenqueue("3")))
-            await come_true(lambda: waiting(app) == 2)
+            sent += [asyncio.create_task(greet.aenqueue(name)) for name in "3456789"]
+            await come_true(lambda: waiting(app) == 8)
             monkeypatch.setattr(convoy, "PATIENCE", 0.1)
         await asyncio.wait_for(asyncio.gather(*sent), SOON)
-    assert sorted(stored(protocol).values()) == [*"0123"]
+    assert sorted(stored(protocol).values()) == [*"0123456789"]
+    assert commits(protocol) == 10, "those who went with them do not wait for that lock again and again"
 
 
 async def test_a_job_with_a_unique_key_waits_for_nobody_elses(

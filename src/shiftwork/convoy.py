@@ -39,14 +39,12 @@ LOCKED = "55P03"
 class _Sender:
     """Somebody whose job waits to go with others."""
 
-    __slots__ = ("answer", "job", "task")
+    __slots__ = ("answer", "job")
 
     def __init__(self, job: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self.job = job
         self.answer: asyncio.Future[Sent | None] = loop.create_future()
-        """What was sent, None if it is to go alone."""
-
-        self.task: asyncio.Task[Any] | None = asyncio.current_task(loop)
+        """What was sent, None if it is to go alone; cancelled with him who waits for it."""
 
     def tell(self, answer: Sent | None) -> None:
         """Say what came of it, if somebody still wants to know."""
@@ -108,9 +106,7 @@ class Convoy:
             if load and size > BYTES_TOGETHER:
                 break
             self._waiting.popleft()
-            if sender.task is not None and sender.task.cancelling():
-                sender.tell(None)  # it ends, with the loop perhaps; what it still does, it does alone
-            elif not sender.answer.done():
+            if not sender.answer.done():
                 load.append(sender)
         if self._impatient is not None:
             self._impatient.cancel()
