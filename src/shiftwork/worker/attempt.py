@@ -242,7 +242,7 @@ class Attempts:
                     ending = await between
                 elif self.hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, self._before, job, None, run.began)
+                    before = self._tell_hooks(run, self._before, (job,), run.began)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -260,15 +260,15 @@ class Attempts:
             self._began(run)
         job = Claimed.by(run)
         run.began = began = clock()
-        if (waiting := self._tell_hooks(run, self._before, job, None, began)) is not None:
+        if (waiting := self._tell_hooks(run, self._before, (job,), began)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
             self.count_hooks()  # it may run for long
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
-        failure = None if type(ending) is Returned else _failure(ending)
-        if (waiting := self._tell_hooks(run, self._after, job, failure, run.began + run.took)) is not None:
+        given = (job, None if type(ending) is Returned else _failure(ending))
+        if (waiting := self._tell_hooks(run, self._after, given, run.began + run.took)) is not None:
             self._waits()
             return self._attempt(run, between=self._after_hooks(run, waiting, ending))
         return self._ended(run, ending)
@@ -287,7 +287,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, self._after, job, _failure(ending), clock())
+            after = self._tell_hooks(run, self._after, (job, _failure(ending)), clock())
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -302,7 +302,7 @@ class Attempts:
         return ending
 
     def _tell_hooks(
-        self, run: Run, around: Around, job: Job, failure: str | None, began: float
+        self, run: Run, around: Around, given: tuple[object, ...], began: float
     ) -> Coroutine[Any, Any, None] | None:
         """Call hooks, one after the other, from now on; what is left to await, if one of them waits.
 
@@ -310,22 +310,20 @@ class Attempts:
         """
         if not around.hooks:
             return None
-        after, hooks = around is self._after, iter(around.hooks)
+        hooks = iter(around.hooks)
         for hook in hooks:
             try:
-                answer = hook(job, failure) if after else hook(job)
-                if answer is None:
+                if (answer := hook(*given)) is None:
                     continue
                 if type(answer) is not CoroutineType:
                     if not inspect.isawaitable(answer):
                         continue
                     answer = _waited_for(answer)
-                steps = self._steps
-                pending = steps.send(answer)
-                if steps.gi_yieldfrom is None:
+                pending = self._steps.send(answer)
+                if self._steps.gi_yieldfrom is None:
                     continue
+                waiting = Waiting(self._steps, pending, directly)
                 self._steps = first_steps()
-                waiting, given = Waiting(steps, pending, directly), (job, failure) if after else (job,)
                 return self._rest_of_hooks(run, around, began, waiting, tuple(hooks), *given)
             except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
                 self._steps = first_steps()

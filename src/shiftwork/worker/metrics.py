@@ -54,6 +54,12 @@ class Durations:
 
     def add_all(self, many: list[float]) -> None:
         """Each of them took so long."""
+        if not many:
+            return
+        self.total += sum(many)
+        if max(many) <= self.bounds[0]:  # as all that is quick
+            self.many[0] += len(many)
+            return
         many.sort()
         above = 0
         for place, bound in enumerate(self.bounds):
@@ -62,7 +68,6 @@ class Durations:
             if above == len(many):
                 break
         self.many[-1] += len(many) - above
-        self.total += sum(many)
 
     def told(self) -> tuple[list[tuple[str, float]], float]:
         """As Prometheus has it: how many took at most so long, and the sum."""
