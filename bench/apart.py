@@ -11,12 +11,11 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import shiftwork
-from bench.measuring import Bench
-from shiftwork.program import fastest_loop
+from bench.measuring import Bench, on_its_loop
 from shiftwork.settings import Settings
 from shiftwork.worker.processes import Processes, beginning, outcome_of
 from shiftwork.worker.run import Run
@@ -51,16 +50,10 @@ def processes(bench: Bench) -> None:
             bench.pairs(
                 f"process executor with {SLOTS} slots, {what}, against {SLOTS} bare pipes",
                 0.7,
-                lambda name=task.name, many=many: _on_its_loop(_ours(name, many)),  # type: ignore[misc]
+                lambda name=task.name, many=many: on_its_loop(_ours(name, many)),  # type: ignore[misc]
                 lambda name=task.name, many=many, bare=bare: bare(name, many),  # type: ignore[misc]
                 "jobs/s",
             )
-
-
-def _on_its_loop(measure: Coroutine[Any, Any, float]) -> float:
-    """On the event loop that a worker has."""
-    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
-        return runner.run(measure)
 
 
 async def _ours(name: str, many: int) -> float:
@@ -112,9 +105,8 @@ def _bare() -> Iterator[Callable[[str, int], float]]:
             began = time.perf_counter()
             for (_, _, ours_out), one in zip(ends, left, strict=False):
                 _write(ours_out, {"id": one, "task": name, "payload": {"n": 1}})
-            while (
-                done < many
-            ):  # to the last answer: one that is left would be on its way beside those of the next time
+            # To the last answer: one that is left would be on its way beside those of the next time.
+            while done < many:
                 for key, _ in ready.select():
                     _read(key.fd)
                     done += 1

@@ -10,9 +10,8 @@ from contextlib import AbstractAsyncContextManager
 
 import psycopg
 
-from bench.measuring import FLOOR, Bench, sql
+from bench.measuring import FLOOR, Bench, on_its_loop, sql
 from shiftwork import App
-from shiftwork.program import fastest_loop
 from shiftwork.settings import Settings
 
 Call = Callable[[], Awaitable[object]]
@@ -63,5 +62,4 @@ def _calls(bench: Bench, callers: int, begin: Callable[[], AbstractAsyncContextM
             made = await asyncio.gather(*(call_on(call, began + seconds) for call in calls))
             return sum(made) / (time.perf_counter() - began)
 
-    with asyncio.Runner(loop_factory=fastest_loop()) as runner:  # as workers have it
-        return runner.run(all_of_them())
+    return on_its_loop(all_of_them())

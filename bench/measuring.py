@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import statistics
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import psycopg
 
 from shiftwork.cursor import Cursor
 from shiftwork.migrate import migrate
+from shiftwork.program import fastest_loop
 
 BATCH = 250
 PAIRS = 5
@@ -209,6 +211,12 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
     found = re.search(r"tps = ([0-9.]+)", told.stdout)
     assert found, told.stdout
     return float(found[1])
+
+
+def on_its_loop(measure: Coroutine[Any, Any, float]) -> float:
+    """On the event loop that a worker has."""
+    with asyncio.Runner(loop_factory=fastest_loop()) as runner:
+        return runner.run(measure)
 
 
 def clear(bench: Bench) -> None:

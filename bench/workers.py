@@ -29,12 +29,12 @@ from bench.measuring import (
     drain_floor,
     fill_floor,
     installed,
+    on_its_loop,
     pgbench,
     rate,
     sql,
 )
 from shiftwork import App
-from shiftwork.program import fastest_loop
 from shiftwork.settings import Settings
 
 CONCURRENCY = 1000
@@ -172,8 +172,7 @@ def transactions(bench: Bench) -> None:
 
     def bare() -> float:
         fill_floor(bench, jobs)
-        with asyncio.Runner(loop_factory=fastest_loop()) as runner:  # as the worker does
-            return runner.run(_bare_transactions(bench.url, jobs))
+        return on_its_loop(_bare_transactions(bench.url, jobs))
 
     bench.pairs(
         f"transactional tasks, {SESSIONS} sessions, against bare transactions",

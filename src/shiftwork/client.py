@@ -81,8 +81,7 @@ class Client:
     async def asend(self, job: NewJob[Any], connection: object = None) -> Sent:
         """Enqueue one job; on a connection of our own, together with what others send at the same time."""
         if connection is not None or job.unique_key is not None or operations.importing.unsent is not None:
-            [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
-            return sent
+            return await self._asend_alone(job, connection)
         loop = asyncio.get_running_loop()
         if (convoy := self._convoys.get(loop)) is None:
             for other in list(self._convoys):
@@ -91,15 +90,15 @@ class Client:
             convoy = self._convoys[loop] = self._convoy(loop)
         return await convoy.send(job)
 
-    def _convoy(self, loop: asyncio.AbstractEventLoop) -> Convoy:
-        async def alone(job: NewJob[Any]) -> Sent:
-            [sent] = await self.aperform(operations.enqueue(self.store, [job]))
-            return sent
+    async def _asend_alone(self, job: NewJob[Any], connection: object = None) -> Sent:
+        [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
+        return sent
 
+    def _convoy(self, loop: asyncio.AbstractEventLoop) -> Convoy:
         async def together(jobs: Sequence[bytes], within: float) -> Sequence[Sent]:
             return await self.aperform(operations.enqueue_together(self.store, jobs, within))
 
-        return Convoy(loop, alone=alone, encode=operations.encode_job, together=together)
+        return Convoy(loop, alone=self._asend_alone, encode=operations.encode_job, together=together)
 
     def await_end(self, job: int, timeout: float | timedelta) -> Job:
         """The job once it has ended."""

@@ -135,25 +135,23 @@ class Convoy:
     async def _carry(self, load: Sequence[_Sender]) -> None:
         try:
             sent = await self._together([sender.job for sender in load], PATIENCE)
-        except DatabaseUnavailable as error:
-            if error.maybe_committed:
-                _lost(load, error)
-            else:
-                for sender in load:
-                    sender.tell(None)
-            return
         except ShiftworkError as error:
-            if len(load) == 1 or getattr(error, "sqlstate", None) == LOCKED:
-                for sender in load:
-                    sender.tell(None)
+            if isinstance(error, DatabaseUnavailable) and error.maybe_committed:
+                _lost(load, error)
                 return
+            locked = getattr(error, "sqlstate", None) == LOCKED
+            each_alone = len(load) == 1 or locked or isinstance(error, DatabaseUnavailable)
         else:
             for sender, answer in zip(load, sent, strict=True):
                 sender.tell(answer)
             return
-        half = len(load) // 2
-        await self._carry(load[:half])
-        await self._carry(load[half:])
+        if each_alone:
+            for sender in load:
+                sender.tell(None)
+        else:
+            half = len(load) // 2
+            await self._carry(load[:half])
+            await self._carry(load[half:])
 
 
 def _lost(load: Sequence[_Sender], error: DatabaseUnavailable) -> None:

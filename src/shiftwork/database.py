@@ -511,9 +511,8 @@ def _all_busy(settings: Settings) -> DatabaseUnavailable:
 
 def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execute:
     """A way to put statements on this connection, with cursors of our own whatever its row factory is."""
-    cursors: dict[
-        tuple[bool, bool], Cursor[Any]
-    ] = {}  # one used again knows how to read what comes; it keeps that, so none for lists
+    # A cursor that is used again knows how to read what comes. It keeps the last of it, so lists have a new one each.
+    cursors: dict[tuple[bool, bool], Cursor[Any]] = {}
 
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and commits_each(connection)
