@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shiftwork.codec import Signature
@@ -532,3 +532,39 @@ def test_a_type_that_raises_anything_makes_the_payload_unreadable_and_no_more() 
 def test_any_payload_is_read_the_same_both_ways(payload: dict[str, Any]) -> None:
     for function in (no_arguments, one, two, with_default, rest, positional):
         both_ways(function, msgspec.json.encode(payload))
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(10**400),
+    st.floats(),
+    st.text(max_size=3),
+    st.just("\0"),
+    st.just(Level.LOW),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    args=st.lists(SCALARS, max_size=4), kwargs=st.dictionaries(st.sampled_from("abcde"), SCALARS, max_size=4)
+)
+@example(args=[1, 10**400], kwargs={})
+@example(args=[1], kwargs={"c": "\0"})
+@example(args=[1], kwargs={"a": 1})
+@example(args=[1, 1.5, "x", True], kwargs={})
+def test_a_call_is_stored_quickly_or_patiently_to_the_same_end(
+    args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    def task(a: int, b: float = 1.0, c: str | None = None, *, d: bool = False) -> None: ...
+
+    def outcome(signature: Signature) -> Any:
+        try:
+            return send(signature, *args, **kwargs)
+        except InvalidArgument:
+            return "refused"
+
+    patient = Signature("task", task)
+    patient.__dict__ |= {"_order": None, "_kinds": {}}
+    assert outcome(Signature("task", task)) == outcome(patient)

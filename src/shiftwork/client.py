@@ -17,8 +17,6 @@ from shiftwork.database import (
     APool,
     Plan,
     Pool,
-    Rows,
-    Statement,
     acommitting,
     aconnect,
     alend,
@@ -61,7 +59,7 @@ class Client:
         if connection is not None:
             return run(plan, lend(connection, schema))
         if not atomic:
-            return run(plan, self._execute)
+            return run(plan, self._pool.execute)
         with self._pool.connection() as own, committing(own, schema):
             return run(plan, own.execute_ours)
 
@@ -74,7 +72,7 @@ class Client:
         if connection is not None:
             return await arun(plan, alend(connection, schema))
         if not atomic:
-            return await arun(plan, self._aexecute)
+            return await arun(plan, self._apool.execute)
         async with self._apool.connection() as own, acommitting(own, schema):
             return await arun(plan, own.execute_ours)
 
@@ -107,7 +105,7 @@ class Client:
             ear = Ear(lambda: connect(settings, settings.listen_dsn), settings.done_channel)
             self._ears.setdefault(process, ear)
         with self._ears[process].waiting_for(str(job)) as wait:
-            return run(self._end(job, timeout), self._execute, lambda step: wait(step.seconds))
+            return run(self._end(job, timeout), self._pool.execute, lambda step: wait(step.seconds))
 
     async def aawait_end(self, job: int, timeout: float | timedelta) -> Job:  # noqa: ASYNC109
         """The job once it has ended."""
@@ -115,7 +113,7 @@ class Client:
         if loop not in self._aears:
             self._aears[loop] = AEar(lambda: aconnect(settings, settings.listen_dsn), settings.done_channel)
         async with self._aears[loop].waiting_for(str(job)) as wait:
-            return await arun(self._end(job, timeout), self._aexecute, lambda step: wait(step.seconds))
+            return await arun(self._end(job, timeout), self._apool.execute, lambda step: wait(step.seconds))
 
     def close(self) -> None:
         """Close all connections: what is idle now, and the rest when it comes back."""
@@ -125,14 +123,6 @@ class Client:
     def _end(self, job: int, timeout: float | timedelta) -> Plan[Job]:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         return operations.await_end(self.store, job, seconds, self.settings.result_poll.total_seconds())
-
-    def _execute(self, statement: Statement) -> Rows:
-        with self._pool.connection() as own:
-            return own.execute_ours(statement)
-
-    async def _aexecute(self, statement: Statement) -> Rows:
-        async with self._apool.connection() as own:
-            return await own.execute_ours(statement)
 
 
 class Handle(Generic[R]):

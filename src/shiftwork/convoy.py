@@ -98,6 +98,9 @@ class Convoy:
 
     def _one_is_back(self) -> None:
         """There is room for one more statement: whoever waits goes."""
+        if not self._waiting:
+            self._under_way -= 1
+            return
         load: list[_Sender] = []
         size = 0
         while self._waiting and len(load) < MOST_TOGETHER:

@@ -213,7 +213,7 @@ def commits_each(connection: object) -> bool:
     """Whether every statement that is put on this connection (None: on one of ours) commits itself."""
     if not isinstance(connection, Connection | AsyncConnection):
         return connection is None
-    return connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE
+    return connection.autocommit and _is_idle(connection)
 
 
 # Connections of ours.
@@ -259,17 +259,9 @@ def cut(connection: Connection[Any] | AsyncConnection[Any]) -> None:
         line.shutdown(socket.SHUT_RDWR)
 
 
-def _still_there(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
-    """Whether an idle connection is silent, as it should be; a goodbye or a dead line can be read."""
-    if connection.closed:
-        return False
-    poll = select.poll()
-    poll.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
-    return not poll.poll(0)
-
-
-def _reusable(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
-    return not connection.closed and connection.info.transaction_status == TransactionStatus.IDLE
+def _is_idle(connection: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether it is there, and no transaction is open on it."""
+    return connection.pgconn.transaction_status == TransactionStatus.IDLE
 
 
 def _dsn(settings: Settings) -> str:
@@ -322,12 +314,25 @@ class Own(Connection[Any]):
     """A connection of a pool, and the way to put statements on it."""
 
     execute_ours: Execute
+    ear: select.poll
 
 
 class AOwn(AsyncConnection[Any]):
     """The same for awaiting callers."""
 
     execute_ours: AExecute
+    ear: select.poll
+
+
+def _ear(connection: Own | AOwn) -> select.poll:
+    ear = select.poll()
+    ear.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
+    return ear
+
+
+def _still_there(connection: Own | AOwn) -> bool:
+    """Whether an idle connection is silent, as it should be; a goodbye or a dead line can be read."""
+    return not (connection.closed or connection.ear.poll(0))
 
 
 class Pool:
@@ -348,22 +353,37 @@ class Pool:
     @contextmanager
     def connection(self) -> Iterator[Own]:
         """A connection for as long as the block lasts."""
+        connection, free = self._lend()
+        try:
+            yield connection
+        except DatabaseUnavailable:
+            connection.close()  # its server may take no writes any more, while another does
+            raise
+        finally:
+            self._take_back(connection, free)
+
+    def execute(self, statement: Statement) -> Rows:
+        """One statement on one of them: a block around it would cost a good part of its way."""
+        connection, free = self._lend()
+        try:
+            return connection.execute_ours(statement)
+        except DatabaseUnavailable:
+            connection.close()
+            raise
+        finally:
+            self._take_back(connection, free)
+
+    def _lend(self) -> tuple[Own, threading.BoundedSemaphore]:
         if self._process != os.getpid():
             self._renew()  # forked: the parent's connections are the parent's
         free = self._free
         if not free.acquire(timeout=self._settings.connect_timeout.total_seconds()):
             raise _all_busy(self._settings)
         try:
-            connection = self._take() or self._connect()
-            try:
-                yield connection
-            except DatabaseUnavailable:
-                connection.close()  # its server may take no writes any more, while another does
-                raise
-            finally:
-                self._put(connection)
-        finally:
+            return self._take() or self._connect(), free
+        except BaseException:
             free.release()
+            raise
 
     def _connect(self) -> Own:
         try:
@@ -374,6 +394,7 @@ class Pool:
             self._revive()
             connection = cast("Own", connect(self._settings, kind=Own))
         connection.execute_ours = executing(connection, self._settings.schema, lent=False)
+        connection.ear = _ear(connection)
         return connection
 
     def _take(self) -> Own | None:
@@ -386,15 +407,18 @@ class Pool:
                 return connection
             connection.close()
 
-    def _put(self, connection: Own) -> None:
+    def _take_back(self, connection: Own, free: threading.BoundedSemaphore) -> None:
         now = time.monotonic()
-        if _reusable(connection) and not self._closed:
-            self._idle.append((connection, now))
-        else:
-            connection.close()
-        with suppress(IndexError):
-            while now - self._idle[0][1] > IDLE_TOO_LONG:
-                self._idle.popleft()[0].close()
+        try:
+            if _is_idle(connection) and not self._closed:
+                self._idle.append((connection, now))
+            else:
+                connection.close()
+            with suppress(IndexError):
+                while now - self._idle[0][1] > IDLE_TOO_LONG:
+                    self._idle.popleft()[0].close()
+        finally:
+            free.release()
 
     def close(self) -> None:
         """Close what is idle now, and the rest when it comes back."""
@@ -420,6 +444,28 @@ class APool:
     async def connection(self) -> AsyncIterator[AOwn]:
         """A connection for as long as the block lasts."""
         shelf = self._shelf()
+        connection = await self._lend(shelf)
+        try:
+            yield connection
+        except DatabaseUnavailable:
+            connection.pgconn.finish()  # its server may take no writes any more, while another does
+            raise
+        finally:
+            self._take_back(connection, shelf)
+
+    async def execute(self, statement: Statement) -> Rows:
+        """One statement on one of them: a block around it would cost a good part of its way."""
+        shelf = self._shelf()
+        connection = await self._lend(shelf)
+        try:
+            return await connection.execute_ours(statement)
+        except DatabaseUnavailable:
+            connection.pgconn.finish()
+            raise
+        finally:
+            self._take_back(connection, shelf)
+
+    async def _lend(self, shelf: _Shelf) -> AOwn:
         if shelf.free.locked():
             try:
                 async with asyncio.timeout(self._settings.connect_timeout.total_seconds()):
@@ -429,16 +475,10 @@ class APool:
         else:
             await shelf.free.acquire()  # without waiting
         try:
-            connection = await self._take(shelf) or await self._connect()
-            try:
-                yield connection
-            except DatabaseUnavailable:
-                await connection.close()  # its server may take no writes any more, while another does
-                raise
-            finally:
-                await self._put(shelf, connection)
-        finally:
+            return self._take(shelf) or await self._connect()
+        except BaseException:
             shelf.free.release()
+            raise
 
     def _shelf(self) -> _Shelf:
         if self._process != os.getpid():
@@ -460,24 +500,26 @@ class APool:
             await asyncio.to_thread(self._revive)
             connection = cast("AOwn", await aconnect(self._settings, kind=AOwn))
         connection.execute_ours = aexecuting(connection, self._settings.schema, lent=False)
+        connection.ear = _ear(connection)
         return connection
 
-    async def _take(self, shelf: _Shelf) -> AOwn | None:
+    def _take(self, shelf: _Shelf) -> AOwn | None:
         while shelf.idle:
             connection, _ = shelf.idle.pop()
             if _still_there(connection):
                 return connection
-            await connection.close()
+            connection.pgconn.finish()
         return None
 
-    async def _put(self, shelf: _Shelf, connection: AOwn) -> None:
+    def _take_back(self, connection: AOwn, shelf: _Shelf) -> None:
         now = time.monotonic()
-        if _reusable(connection) and not self._closed:
+        if _is_idle(connection) and not self._closed:
             shelf.idle.append((connection, now))
         else:
-            await connection.close()
+            connection.pgconn.finish()  # nothing to wait for
         while shelf.idle and now - shelf.idle[0][1] > IDLE_TOO_LONG:
-            await shelf.idle.popleft()[0].close()
+            shelf.idle.popleft()[0].pgconn.finish()
+        shelf.free.release()
 
     def close(self) -> None:
         """Close what is idle now, in whichever event loop it was used, and the rest when it comes back."""
@@ -515,7 +557,7 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     cursors: dict[tuple[bool, bool], Cursor[Any]] = {}
 
     def execute(statement: Statement) -> Rows:
-        commits = statement.writes and commits_each(connection)
+        commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
         kind = statement.as_tuples, bool(statement.under)
         cursor = cursors.get(kind) if statement.writes else None
         if cursor is None:
@@ -555,7 +597,7 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
     cursors: dict[tuple[bool, bool], AsyncCursor[Any]] = {}
 
     async def execute(statement: Statement) -> Rows:
-        commits = statement.writes and commits_each(connection)
+        commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
         kind = statement.as_tuples, bool(statement.under)
         cursor = cursors.get(kind) if statement.writes else None
         if cursor is None:

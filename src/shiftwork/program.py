@@ -106,9 +106,9 @@ class Program(Surroundings):
 
     async def aclient(self) -> Client:
         """The same for an awaiting caller; an embedded server is started in a thread, since it takes a while."""
-        if self._client is None and self.settings.dsn is None:
-            return await asyncio.to_thread(lambda: self.client)
-        return self.client
+        if self._client is not None:
+            return self._client
+        return await asyncio.to_thread(lambda: self.client) if self.settings.dsn is None else self.client
 
     def _open(self) -> Client:
         if self.withheld is not None:

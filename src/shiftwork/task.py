@@ -90,7 +90,7 @@ class Sending(Generic[P, R]):
     def job(self, *args: P.args, **kwargs: P.kwargs) -> NewJob[R]:
         """A job with these arguments, for `app.enqueue_many`."""
         payload = self.signature.encode(args, kwargs, self._app.settings.max_payload)
-        return NewJob(task=self.name, payload=payload, **self._options)
+        return NewJob(task=self.signature.task, payload=payload, **self._options)
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Enqueue a job with these arguments."""

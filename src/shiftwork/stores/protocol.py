@@ -303,7 +303,7 @@ class Protocol:
             job.keep,
         )
         payload = bytes(job.payload).decode()
-        if all(option is None for option in options):
+        if options.count(None) == len(options):
             return self._statement(ENQUEUE_PLAIN, job.task, payload)
         return self._statement(ENQUEUE_ONE, job.task, payload, *options)
 
