@@ -136,13 +136,16 @@ class Listener:
                 self._take(note, own)
 
     async def _ping(self, connection: AsyncConnection[Any], own: str) -> None:
-        """Have ourselves notified; on a line that is half open the answer does not come."""
+        """Have ourselves notified; on a line that is half open the answer does not come.
+
+        Not by the session that a pooler may have put in between: it would tell us what nobody else's session does.
+        """
         deadline = asyncio.get_running_loop().call_later(PROVE_WITHIN, cut, connection)
         try:
-            cursor = await connection.execute("select pg_backend_pid()")
-            [server] = await cursor.fetchone() or [0]
-            if server == connection.info.backend_pid:
-                await connection.execute("select pg_notify(%s, '')", (own,))
+            cursor = await connection.execute(
+                "select pg_notify(%s, '') where pg_backend_pid() = %s", (own, connection.info.backend_pid)
+            )
+            if cursor.rowcount:
                 return
         finally:
             deadline.cancel()
