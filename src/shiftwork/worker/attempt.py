@@ -242,7 +242,7 @@ class Attempts:
                     ending = await between
                 elif self.hooked:
                     job = Claimed.by(run)
-                    before = self._tell_hooks(run, self._before, (job,), run.began)
+                    before = self._tell_hooks(run, self._before, run.began, job)
                     ending = await self._between_hooks(run, job, before)
                 else:
                     ending = await self._called(run, begun)
@@ -260,15 +260,15 @@ class Attempts:
             self._began(run)
         job = Claimed.by(run)
         run.began = began = clock()
-        if (waiting := self._tell_hooks(run, self._before, (job,), began)) is not None:
+        if (waiting := self._tell_hooks(run, self._before, began, job)) is not None:
             self._waits()
             return self._attempt(run, between=self._between_hooks(run, job, waiting))
         ending = self._first_step(run)
         if isinstance(ending, tuple):
             self.count_hooks()  # it may run for long
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
-        given = (job, None if type(ending) is Returned else _failure(ending))
-        if (waiting := self._tell_hooks(run, self._after, given, run.began + run.took)) is not None:
+        failure = None if type(ending) is Returned else _failure(ending)
+        if (waiting := self._tell_hooks(run, self._after, run.began + run.took, job, failure)) is not None:
             self._waits()
             return self._attempt(run, between=self._after_hooks(run, waiting, ending))
         return self._ended(run, ending)
@@ -287,7 +287,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, self._after, (job, _failure(ending)), clock())
+            after = self._tell_hooks(run, self._after, clock(), job, _failure(ending))
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -302,7 +302,7 @@ class Attempts:
         return ending
 
     def _tell_hooks(
-        self, run: Run, around: Around, given: tuple[object, ...], began: float
+        self, run: Run, around: Around, began: float, job: Job, failure: str | None = None
     ) -> Coroutine[Any, Any, None] | None:
         """Call hooks, one after the other, from now on; what is left to await, if one of them waits.
 
@@ -310,10 +310,10 @@ class Attempts:
         """
         if not around.hooks:
             return None
-        hooks = iter(around.hooks)
+        hooks, is_after = iter(around.hooks), around is self._after
         for hook in hooks:
             try:
-                if (answer := hook(*given)) is None:
+                if (answer := hook(job, failure) if is_after else hook(job)) is None:
                     continue
                 if type(answer) is not CoroutineType:
                     if not inspect.isawaitable(answer):
@@ -324,6 +324,7 @@ class Attempts:
                     continue
                 waiting = Waiting(self._steps, pending, directly)
                 self._steps = first_steps()
+                given = (job, failure) if is_after else (job,)
                 return self._rest_of_hooks(run, around, began, waiting, tuple(hooks), *given)
             except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
                 self._steps = first_steps()
