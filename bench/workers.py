@@ -418,33 +418,36 @@ def idle(bench: Bench) -> None:
     watched = Bench(f"{bench.url}&options=-c%20track_functions%3Dall", bench.pgbench, bench.quick)
     clear(bench)
     with working(watched) as [pid], bench.connect() as connection:
-        time.sleep(5)
-        connection.execute("select pg_stat_reset()")
-        began = _cpu(pid)
+        time.sleep(15)  # a session that has gone quiet tells after ten seconds what it has done
+        began, (asked, beaten) = _cpu(pid), _transactions(connection)
         time.sleep(seconds)
-        spent = _cpu(pid) - began
-        time.sleep(2)  # statistics are told with some delay
-        calls = dict(
-            connection.execute(
-                "select funcname, calls from pg_stat_user_functions where schemaname = 'shiftwork' and funcname in"
-                " ('take', 'sleep', 'expire', 'reap', 'heartbeat', 'extend_history', 'purge', 'forget_workers')"
-            ).fetchall()
-        )
+        spent, (asked_by_now, beaten_by_now) = _cpu(pid) - began, _transactions(connection)
         bench.at_most("memory of an idle worker", 70, _rss(pid), "MiB")
-    queries = sum(number for name, number in calls.items() if name != "heartbeat") * 60 / (seconds + 2)
     bench.at_most("CPU of an idle worker", 1, 100 * spent / seconds, "% of a core")
+    queries, heartbeats = asked_by_now - asked, beaten_by_now - beaten
     bench.at_most(
-        "queries of an idle worker beside heartbeats, with one proof of its listener",
+        "queries of an idle worker beside heartbeats, all that a server with nobody else was asked",
         10,
-        queries + 1,
+        (queries - heartbeats) * 60 / seconds,
         "a minute",
     )
-    print(f"         {calls} in {seconds} s")
+    print(f"         {queries} transactions in {seconds} s, {heartbeats} of them heartbeats")
+
+
+def _transactions(connection: psycopg.Connection[Any]) -> tuple[int, int]:
+    """How many this database has seen, and how many of them were heartbeats."""
+    row = connection.execute(
+        "select xact_commit + xact_rollback,"
+        " (select coalesce(sum(calls), 0) from pg_stat_user_functions where funcname = 'heartbeat')::bigint"
+        " from pg_stat_database where datname = current_database()"
+    ).fetchone()
+    assert row is not None
+    return int(row[0]), int(row[1])
 
 
 def metrics(bench: Bench) -> None:
     """Every hook, a subscriber and metrics, and somebody who scrapes every second, against nothing but log lines."""
-    jobs = bench.count(100_000)
+    jobs = bench.count(300_000)
     bench.pairs(
         "a worker that is looked at, against one that is not",
         0.9,
@@ -460,18 +463,28 @@ def _looked_at(bench: Bench, jobs: int) -> float:
         port = probe.getsockname()[1]
     done = threading.Event()
 
-    def scrape() -> None:
-        while not done.wait(1):
-            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                answer.read()
+    def scrape() -> str:
+        with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return str(answer.read(), "utf8")
 
-    scraper = threading.Thread(target=scrape)
+    def scrape_on() -> None:
+        while not done.wait(1):
+            with contextlib.suppress(OSError):
+                scrape()
+
+    prepare(bench, jobs, "nothing")
+    scraper = threading.Thread(target=scrape_on)
     scraper.start()
     try:
-        return drained(bench, jobs, metrics_port=port)
+        with working(bench, concurrency=CONCURRENCY, metrics_port=port):
+            rate = jobs / let_go(bench)[0]
+            told = scrape()
     finally:
         done.set()
         scraper.join()
+    for hook in ("before_job", "after_job"):
+        assert f'shiftwork_hook_duration_seconds_count{{hook="{hook}"}} {float(jobs)}' in told, told
+    return rate
 
 
 def memory(bench: Bench) -> None:
