@@ -45,7 +45,7 @@ async def moment(n: int) -> int:
 
 
 def look_on(event: events.Event) -> None:
-    """Subscribe as a program might."""
+    """Subscribe to everything that happens."""
 
 
 def look_at_claim(claim: shiftwork.Round) -> None:

@@ -931,6 +931,37 @@ app.close()
     )
 
 
+def test_a_child_that_is_forked_while_its_parent_uses_a_connection_leaves_it_alone(dsn: str) -> None:
+    # fault: F33
+    script = """
+import os, sys
+from shiftwork.database import Pool, Statement
+from shiftwork.settings import Settings
+pool = Pool(Settings(dsn=sys.argv[1]))
+[me] = pool.execute(Statement("select pg_backend_pid() as session"))
+with pool.connection() as own:
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+    else:
+        pool.execute(Statement("select 1 as one"))
+for _ in range(3):
+    [now] = pool.execute(Statement("select pg_backend_pid() as session"))
+    assert (now == me) == bool(child), (now, me, child)
+pool.close()
+"""
+    subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", script, dsn], check=True, timeout=60
+    )
+
+
+def test_a_lent_connection_that_is_closed_is_told_of_as_any_that_is_lost(app: App, dsn: str) -> None:
+    own = psycopg.connect(dsn)
+    own.close()
+    with pytest.raises(DatabaseUnavailable, match="nothing was committed"):
+        declare(app).greet.using(connection=own).enqueue("Ada")
+
+
 # Installing and finding the database
 
 

@@ -390,6 +390,15 @@ def test_annotations_may_name_what_is_defined_later() -> None:
     assert send(signature, module["Soon"](3)) == {"x": {"n": 3}}
 
 
+def test_what_is_defined_later_and_cannot_be_read_back_is_refused_whatever_is_given() -> None:
+    module: dict[str, Any] = {}
+    exec("from __future__ import annotations\ndef f(n: int, x: Soon = None) -> None: ...", module)
+    signature = Signature("f", module["f"])
+    exec("from datetime import datetime\nSoon = datetime | str", module)
+    with pytest.raises(ConfigurationError, match="cannot be followed"):
+        send(signature, 1)
+
+
 def test_an_annotation_that_nobody_can_find_is_an_error_that_says_where_to_put_it() -> None:
     class Local:
         pass

@@ -174,7 +174,7 @@ class Signature:
         return True
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """As JSON has it."""
+        """What is given, in the simple types of JSON; refused, naming the argument, if it is not what it should be."""
         try:
             payload: dict[str, Any] = msgspec.to_builtins(given, str_keys=True, enc_hook=_simplify_argument)
         except (TypeError, ValueError, RecursionError):
@@ -396,14 +396,9 @@ class Signature:
 
     @cached_property
     def _kinds(self) -> dict[str, frozenset[type]]:
-        """Of each parameter, the types whose values need no look; a whole number may be too large to be read as a float."""
-        hints = {name: self._hints.get(name) for name in self._names}
-        return {
-            name: frozenset(
-                kind for kind in _plain_kinds(hint) if any(kind is choice for choice in _choices(hint))
-            )
-            for name, hint in hints.items()
-        }
+        """Of each parameter, the types whose values need no look. For a float, int is none: it may be too large."""
+        _ = self._arguments  # which complains about annotations that cannot be followed
+        return {name: frozenset(_plain_choices(self._hints.get(name))) for name in self._names}
 
     @cached_property
     def _required(self) -> frozenset[str]:
@@ -533,16 +528,12 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 def _plain_kinds(expected: Any) -> frozenset[type]:  # noqa: ANN401
     """The types of which a value is right without a look: for `int | None` that is a whole number, and nothing."""
-    return frozenset(
-        kind
-        for choice in _choices(expected)
-        if isinstance(choice, type) and choice in _PLAIN
-        for kind in _PLAIN[choice]
-    )
+    return frozenset(kind for choice in _plain_choices(expected) for kind in _PLAIN[choice])
 
 
-def _choices(expected: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    return get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
+def _plain_choices(expected: Any) -> list[type]:  # noqa: ANN401
+    choices = get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
+    return [plain for plain in _PLAIN if any(choice is plain for choice in choices)]
 
 
 def _reader_of(expected: Any) -> msgspec.json.Decoder[Any] | None:  # noqa: ANN401

@@ -314,25 +314,25 @@ class Own(Connection[Any]):
     """A connection of a pool, and the way to put statements on it."""
 
     execute_ours: Execute
-    ear: select.poll
+    watch: select.poll
 
 
 class AOwn(AsyncConnection[Any]):
     """The same for awaiting callers."""
 
     execute_ours: AExecute
-    ear: select.poll
+    watch: select.poll
 
 
-def _ear(connection: Own | AOwn) -> select.poll:
-    ear = select.poll()
-    ear.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
-    return ear
+def _watch(connection: Own | AOwn) -> select.poll:
+    watch = select.poll()
+    watch.register(connection.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
+    return watch
 
 
 def _still_there(connection: Own | AOwn) -> bool:
     """Whether an idle connection is silent, as it should be; a goodbye or a dead line can be read."""
-    return not (connection.closed or connection.ear.poll(0))
+    return not (connection.closed or connection.watch.poll(0))
 
 
 class Pool:
@@ -360,7 +360,10 @@ class Pool:
             connection.close()  # its server may take no writes any more, while another does
             raise
         finally:
-            self._take_back(connection, free)
+            try:
+                self._put(connection, free)
+            finally:
+                free.release()
 
     def execute(self, statement: Statement) -> Rows:
         """One statement on one of them: a block around it would cost a good part of its way."""
@@ -371,7 +374,10 @@ class Pool:
             connection.close()
             raise
         finally:
-            self._take_back(connection, free)
+            try:
+                self._put(connection, free)
+            finally:
+                free.release()
 
     def _lend(self) -> tuple[Own, threading.BoundedSemaphore]:
         if self._process != os.getpid():
@@ -394,7 +400,7 @@ class Pool:
             self._revive()
             connection = cast("Own", connect(self._settings, kind=Own))
         connection.execute_ours = executing(connection, self._settings.schema, lent=False)
-        connection.ear = _ear(connection)
+        connection.watch = _watch(connection)
         return connection
 
     def _take(self) -> Own | None:
@@ -407,18 +413,17 @@ class Pool:
                 return connection
             connection.close()
 
-    def _take_back(self, connection: Own, free: threading.BoundedSemaphore) -> None:
+    def _put(self, connection: Own, free: threading.BoundedSemaphore) -> None:
+        if free is not self._free:
+            return  # forked meanwhile: it is the parent's
         now = time.monotonic()
-        try:
-            if _is_idle(connection) and not self._closed:
-                self._idle.append((connection, now))
-            else:
-                connection.close()
-            with suppress(IndexError):
-                while now - self._idle[0][1] > IDLE_TOO_LONG:
-                    self._idle.popleft()[0].close()
-        finally:
-            free.release()
+        if _is_idle(connection) and not self._closed:
+            self._idle.append((connection, now))
+        else:
+            connection.close()
+        with suppress(IndexError):
+            while now - self._idle[0][1] > IDLE_TOO_LONG:
+                self._idle.popleft()[0].close()
 
     def close(self) -> None:
         """Close what is idle now, and the rest when it comes back."""
@@ -451,7 +456,10 @@ class APool:
             connection.pgconn.finish()  # its server may take no writes any more, while another does
             raise
         finally:
-            self._take_back(connection, shelf)
+            try:
+                self._put(connection, shelf)
+            finally:
+                shelf.free.release()
 
     async def execute(self, statement: Statement) -> Rows:
         """One statement on one of them: a block around it would cost a good part of its way."""
@@ -463,7 +471,10 @@ class APool:
             connection.pgconn.finish()
             raise
         finally:
-            self._take_back(connection, shelf)
+            try:
+                self._put(connection, shelf)
+            finally:
+                shelf.free.release()
 
     async def _lend(self, shelf: _Shelf) -> AOwn:
         if shelf.free.locked():
@@ -500,26 +511,27 @@ class APool:
             await asyncio.to_thread(self._revive)
             connection = cast("AOwn", await aconnect(self._settings, kind=AOwn))
         connection.execute_ours = aexecuting(connection, self._settings.schema, lent=False)
-        connection.ear = _ear(connection)
+        connection.watch = _watch(connection)
         return connection
 
     def _take(self, shelf: _Shelf) -> AOwn | None:
-        while shelf.idle:
-            connection, _ = shelf.idle.pop()
-            if _still_there(connection):
-                return connection
-            connection.pgconn.finish()
+        with suppress(IndexError):
+            while True:
+                connection, _ = shelf.idle.pop()
+                if _still_there(connection):
+                    return connection
+                connection.pgconn.finish()
         return None
 
-    def _take_back(self, connection: AOwn, shelf: _Shelf) -> None:
+    def _put(self, connection: AOwn, shelf: _Shelf) -> None:
         now = time.monotonic()
         if _is_idle(connection) and not self._closed:
             shelf.idle.append((connection, now))
         else:
             connection.pgconn.finish()  # nothing to wait for
-        while shelf.idle and now - shelf.idle[0][1] > IDLE_TOO_LONG:
-            shelf.idle.popleft()[0].pgconn.finish()
-        shelf.free.release()
+        with suppress(IndexError):  # somebody may close them all, in another thread
+            while now - shelf.idle[0][1] > IDLE_TOO_LONG:
+                shelf.idle.popleft()[0].pgconn.finish()
 
     def close(self) -> None:
         """Close what is idle now, in whichever event loop it was used, and the rest when it comes back."""
@@ -535,9 +547,9 @@ class _Shelf:
     idle: deque[tuple[AOwn, float]]
 
     def clear(self) -> None:
-        while self.idle:
-            connection, _ = self.idle.pop()
-            connection.pgconn.finish()  # nothing to wait for, so no event loop is needed
+        with suppress(IndexError):
+            while True:
+                self.idle.pop()[0].pgconn.finish()  # nothing to wait for, so no event loop is needed
 
 
 def _all_busy(settings: Settings) -> DatabaseUnavailable:
@@ -552,25 +564,28 @@ def _all_busy(settings: Settings) -> DatabaseUnavailable:
 
 
 def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execute:
-    """A way to put statements on this connection, with cursors of our own whatever its row factory is."""
+    """A way to put statements on this connection, with cursors of our own whatever its row factory is.
+
+    One that is not lent is in autocommit.
+    """
     # A cursor that is used again knows how to read what comes. It keeps the last of it, so lists have a new one each.
     cursors: dict[tuple[bool, bool], Cursor[Any]] = {}
 
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
         kind = statement.as_tuples, bool(statement.under)
-        cursor = cursors.get(kind) if statement.writes else None
-        if cursor is None:
-            shape = tuple_row if statement.as_tuples else dict_row
-            if statement.under:
-                cursor = ClientCursor(connection, row_factory=shape)
-            else:
-                cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
-                if statement.as_tuples:
-                    _read_plainly(cursor)
-            if statement.writes:
-                cursors[kind] = cursor
         try:
+            cursor = cursors.get(kind) if statement.writes else None
+            if cursor is None:
+                shape = tuple_row if statement.as_tuples else dict_row
+                if statement.under:
+                    cursor = ClientCursor(connection, row_factory=shape)
+                else:
+                    cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
+                    if statement.as_tuples:
+                        _read_plainly(cursor)
+                if statement.writes:
+                    cursors[kind] = cursor
             cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
             while cursor.nextset():
                 pass
@@ -599,18 +614,18 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
         kind = statement.as_tuples, bool(statement.under)
-        cursor = cursors.get(kind) if statement.writes else None
-        if cursor is None:
-            shape = tuple_row if statement.as_tuples else dict_row
-            if statement.under:
-                cursor = AsyncClientCursor(connection, row_factory=shape)
-            else:
-                cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
-                if statement.as_tuples:
-                    _read_plainly(cursor)
-            if statement.writes:
-                cursors[kind] = cursor
         try:
+            cursor = cursors.get(kind) if statement.writes else None
+            if cursor is None:
+                shape = tuple_row if statement.as_tuples else dict_row
+                if statement.under:
+                    cursor = AsyncClientCursor(connection, row_factory=shape)
+                else:
+                    cursor = connection.cursor(row_factory=shape, binary=statement.as_tuples)
+                    if statement.as_tuples:
+                        _read_plainly(cursor)
+                if statement.writes:
+                    cursors[kind] = cursor
             await cursor.execute((statement.under + statement.text).encode(), statement.params, prepare=False)
             while cursor.nextset():
                 pass
