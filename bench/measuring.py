@@ -53,13 +53,25 @@ class Bench:
         return jobs // 10 if self.quick else jobs
 
     def pairs(
-        self, name: str, goal: float, ours: Callable[[], float], theirs: Callable[[], float], rate: str
+        self,
+        name: str,
+        goal: float,
+        ours: Callable[[], float],
+        theirs: Callable[[], float],
+        rate: str,
+        tries: int = 1,
     ) -> None:
-        """Alternate the two, and print the median of the ratios of their rates."""
+        """Alternate the two, and print the median of the ratios of their rates.
+
+        With several tries, which alternate as well, the best of each counts: whoever else uses the machine can only slow
+        them down, and has done so by half within seconds.
+        """
         ratios, mine, others = [], [], []
         for turn in range(PAIRS):
             both = [ours, theirs] if turn % 2 else [theirs, ours]
-            rates = {measure: measure() for measure in both}
+            rates = dict.fromkeys(both, 0.0)
+            for measure in both * tries:
+                rates[measure] = max(rates[measure], measure())
             mine.append(rates[ours])
             others.append(rates[theirs])
             ratios.append(rates[ours] / rates[theirs])
