@@ -883,6 +883,38 @@ def test_waiting_for_a_free_connection_ends_with_a_clear_error(dsn: str) -> None
         assert len(app.enqueue_many(jobs())) == 1
 
 
+async def test_awaiting_a_free_connection_ends_with_a_clear_error(dsn: str) -> None:
+    settings = Settings(dsn=dsn, max_connections=1, connect_timeout=timedelta(milliseconds=50))
+    async with App(settings=settings) as app:
+        pool = app.client._apool
+        async with pool.connection():
+            with pytest.raises(DatabaseUnavailable, match="max_connections"):
+                await app.acounts()
+        assert (await app.acounts())[State.READY] == 0
+
+
+async def test_whoever_waits_for_a_connection_gets_it_in_turn_and_none_is_lost_with_him(dsn: str) -> None:
+    async with App(dsn, max_connections=1) as app:
+        pool, got = app.client._apool, list[int]()
+
+        async def take(number: int) -> None:
+            async with pool.connection():
+                got.append(number)
+                await asyncio.sleep(0)  # others may come meanwhile
+
+        async with pool.connection():
+            waiting = [asyncio.create_task(take(number)) for number in range(6)]
+            await asyncio.sleep(0)
+            waiting[2].cancel()  # while it waits
+        waiting[0].cancel()  # the connection is its own by now, and it does not know yet
+        waiting.append(asyncio.create_task(take(6)))  # and one who has not waited
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [isinstance(one, asyncio.CancelledError) for one in ended] == [n in (0, 2) for n in range(7)]
+        assert got == [1, 3, 4, 5, 6]
+        async with asyncio.timeout(SOON), pool.connection():
+            pass
+
+
 def test_the_connections_of_a_closed_event_loop_are_closed_when_the_next_one_comes(
     dsn: str, connection: Connection
 ) -> None:

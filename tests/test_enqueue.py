@@ -35,6 +35,8 @@ WAYS = {
     "function": "select {}.enqueue(%s)",
     "literal": "select {}.enqueue(%s, '{{}}')",
     "null": "select {}.enqueue(%s, null)",
+    "one": "select {}.enqueue_one(%s, '{{}}', null, null, null)",
+    "one of nothing": "select {}.enqueue_one(%s, null, null, null, null)",
     "document": "select {}.enqueue(%s, jsonb_build_object())",
     "insert": "insert into {}.jobs (task) values (%s)",
     "nulls": "insert into {}.jobs (task, queue, priority, max_attempts) values (%s, null, null, null)",
@@ -291,3 +293,24 @@ def test_a_key_that_is_no_text_is_refused_and_no_job_is_dropped(protocol: Protoc
     assert [
         row["ordinal"] for row in protocol.enqueue_many([{"task": "t"}, {"task": "t", "unique_key": None}])
     ] == [1, 2]
+
+
+@pytest.mark.parametrize("key", [{}, {"unique_key": "k"}])
+def test_a_batch_of_which_a_trigger_keeps_some_out_is_refused_instead_of_told_of_wrongly(
+    protocol: Protocol, key: Row
+) -> None:
+    protocol.connection.execute(
+        "create function public.rule() returns trigger language plpgsql as $$ begin return null; end $$"
+    )
+    protocol.connection.execute(
+        "create trigger rule before insert on shiftwork.jobs for each row"
+        " when (new.task = 'unwanted') execute function public.rule()"
+    )
+    with pytest.raises(psycopg.Error, match="a trigger on jobs has kept some of these jobs out") as refused:
+        protocol.enqueue_many([{"task": "a"}, {"task": "unwanted"}, {"task": "b"}, {"task": "c", **key}])
+    assert refused.value.sqlstate == "SW005"
+    assert protocol.value("select count(*) from {}.jobs") == 0
+    answers = protocol.enqueue_many([{"task": "a"}, {"task": "b"}, {"task": "c", **key}])
+    told = {row["id"]: "abc"[row["ordinal"] - 1] for row in answers}
+    assert told == {row["id"]: row["task"] for row in protocol.rows("select id, task from {}.jobs")}
+    assert protocol.value("select {}.enqueue_one('unwanted', '{{}}', null, null, null)") is None

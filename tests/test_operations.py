@@ -17,7 +17,7 @@ from shiftwork.errors import (
     ResultTimeout,
     UnknownJob,
 )
-from shiftwork.job import MERGES, Job, NewJob, State, sending
+from shiftwork.job import MERGES, Job, NewJob, Sent, State, sending
 from shiftwork.stores.protocol import Protocol
 
 STORE = Protocol()
@@ -89,16 +89,35 @@ def test_only_what_was_chosen_is_sent() -> None:
 
 
 def test_one_job_is_sent_as_it_is_and_not_as_a_document() -> None:
-    plain = next(operations.enqueue(STORE, [a_job(b'{"n":1}')]))
+    plain = next(operations.enqueue_one(STORE, a_job(b'{"n":1}')))
     assert isinstance(plain, Statement)
-    assert plain.params == ("greet", '{"n":1}')
-    chosen = next(operations.enqueue(STORE, [a_job(b'{"n":1}', queue="mail", delay=1.5, keep=3)]))
+    assert plain.params == ("greet", '{"n":1}', None, None, None)
+    chosen = next(operations.enqueue_one(STORE, a_job(b"{}", queue="mail", priority=-5, max_attempts=3)))
     assert isinstance(chosen, Statement)
-    assert chosen.params == ("greet", '{"n":1}', "mail", None, None, None, None, 1.5, None, 3)
-    for option in ({"unique_key": "k"}, {"expires_in": 5.0}):
-        other = next(operations.enqueue(STORE, [a_job(b"{}", **option)]))
-        assert isinstance(other, Statement)
-        assert "enqueue_many" in other.text
+    assert chosen.params == ("greet", "{}", "mail", "-5", "3")
+    assert chosen.plain == b'select "shiftwork".enqueue_one($1, $2, $3, $4, $5) as value'
+
+
+def test_a_job_of_which_more_is_said_is_sent_as_a_document_with_all_of_it() -> None:
+    columns = {"task", "payload", "queue", "priority", "max_attempts"}
+    unusual = {"unique_scope", "unique_action", "unique_window", "merge"}  # which go with a key
+    values: dict[str, Any] = {
+        "unique_key": "k",
+        "run_at": "2990-01-01",
+        "expires_at": "2990-01-01",
+        "tags": ["a"],
+        "keep": 3,
+    }
+    for option in set(NewJob.__struct_fields__) - columns - unusual - {"child"}:
+        value = values.get(option, 0)  # which says something, and is not null
+        plan = operations.enqueue_one(STORE, a_job(b"{}", **{option: value}))
+        statement = next(plan)
+        assert isinstance(statement, Statement)
+        assert "enqueue_many" in statement.text
+        assert msgspec.json.decode(statement.params[0])[0][option] == value
+        with pytest.raises(StopIteration) as end:
+            plan.send([{"ordinal": 1, "id": 7, "outcome": "created"}])
+        assert end.value.value == Sent(7, "created")
 
 
 def test_statements_speak_of_the_schema_they_were_made_for() -> None:

@@ -36,7 +36,7 @@ OTHER = {
     "all_jobs",
 }
 
-PRODUCING = {"enqueue", "enqueue_many", "clock"}
+PRODUCING = {"enqueue", "enqueue_one", "enqueue_many", "clock"}
 VIEWING = {"clock", "look", "await_results", "measure_queues"}
 STEERING = {
     "cancel",
@@ -233,7 +233,8 @@ def test_a_producer_enqueues_in_every_way_and_nothing_else(installed: Installati
         )
         producer.rows("insert into {}.jobs (task) values ('mail')")
         producer.rows("select {}.enqueue('mail', '{{}}')")
-        assert owner.value("select count(*) from {}.jobs where queue = 'letters'") == 5
+        producer.rows("select {}.enqueue_one('mail', '{{}}', null, 1, 3)")
+        assert owner.value("select count(*) from {}.jobs where queue = 'letters'") == 6
 
         denied: list[Any] = [
             "select id from {}.jobs",
@@ -533,6 +534,7 @@ def test_nothing_that_shadows_ours_is_ever_run_with_the_owners_rights(
             for wish in wishes:
                 attacker.rows("select * from {}.enqueue_many(%s::jsonb)", json.dumps([wish]))
             attacker.rows("select * from {}.enqueue('t', '{{}}'::jsonb, unique_key => 'k')")
+            attacker.rows("select {}.enqueue_one('t', %s, 'q', 1, 1)", json.dumps({"a": "x" * 10_000}))
             attacker.rows("insert into {}.jobs (task, unique_key) values ('t', 'plain')")
 
             # Every function that it may call, with nothing useful: what it does first is done.
@@ -566,7 +568,7 @@ def test_nothing_that_shadows_ours_is_ever_run_with_the_owners_rights(
             )
             attacker.rows("select public.careless()")
             assert owner.rows(caught, f"{installed.schema}_owner") == [{"what": "now"}]
-        assert owner.value("select count(*) from {}.jobs where task = 't'") == 4
+        assert owner.value("select count(*) from {}.jobs where task = 't'") == 5
         assert owner.value("select payload from {}.jobs where unique_key = 'k'") == {"a": [1, 2]}
 
 

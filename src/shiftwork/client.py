@@ -89,8 +89,8 @@ class Client:
         return await convoy.send(job)
 
     async def _asend_alone(self, job: NewJob[Any], connection: object = None) -> Sent:
-        [sent] = await self.aperform(operations.enqueue(self.store, [job]), connection)
-        return sent
+        execute = self._apool.execute if connection is None else alend(connection, self.settings.schema)
+        return await arun(operations.enqueue_one(self.store, job), execute)
 
     def _convoy(self, loop: asyncio.AbstractEventLoop) -> Convoy:
         async def together(jobs: Sequence[bytes], within: float) -> Sequence[Sent]:

@@ -81,7 +81,7 @@ class Signature:
             if not isinstance(error.__cause__, NameError):
                 raise  # else it names something that may be defined further down: look again at first use
 
-    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_payload: int) -> msgspec.Raw:
+    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], max_payload: int) -> msgspec.Raw:
         """The call as JSON; refused, naming the argument, if it does not fit or cannot be stored."""
         given = self._bind(args, kwargs)
         payload = given if self._is_plain(given) else self._checked(given)
@@ -147,9 +147,9 @@ class Signature:
                 task=self.task,
             ) from error
 
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if (order := self._order) is not None:  # for then this says the same as below, and much sooner
-            given = {**dict(zip(order, args, strict=False)), **kwargs}
+            given = {**dict(zip(order, args, strict=False)), **kwargs} if args else kwargs
             if len(given) == len(args) + len(kwargs) and self._required <= given.keys() <= self._names:
                 return given
         try:

@@ -39,9 +39,13 @@ from psycopg import (
     Connection,
     Cursor,
     IsolationLevel,
+    generators,
 )
+from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.pq import TransactionStatus
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq.abc import PGconn
 from psycopg.rows import dict_row, tuple_row
 from psycopg.types.numeric import Int8BinaryLoader
 
@@ -78,6 +82,9 @@ class Statement(msgspec.Struct, frozen=True):
 
     under: str = ""
     """What is set for this statement alone, as SQL before it in the same message and so in the same transaction."""
+
+    plain: bytes = b""
+    """The same with $1, $2 … in it, for connections of ours, if the values are texts or null and the answer is one `value`: it comes as a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,10 +463,7 @@ class APool:
             connection.pgconn.finish()  # its server may take no writes any more, while another does
             raise
         finally:
-            try:
-                self._put(connection, shelf)
-            finally:
-                shelf.free.release()
+            self._put(connection, shelf)
 
     async def execute(self, statement: Statement) -> Rows:
         """One statement on one of them: a block around it would cost a good part of its way."""
@@ -471,36 +475,33 @@ class APool:
             connection.pgconn.finish()
             raise
         finally:
-            try:
-                self._put(connection, shelf)
-            finally:
-                shelf.free.release()
+            self._put(connection, shelf)
 
     async def _lend(self, shelf: _Shelf) -> AOwn:
-        if shelf.free.locked():
+        if shelf.lent < self._settings.max_connections:
+            shelf.lent += 1
+        else:
             try:
                 async with asyncio.timeout(self._settings.connect_timeout.total_seconds()):
-                    await shelf.free.acquire()
+                    await shelf.wait()
             except TimeoutError:
                 raise _all_busy(self._settings) from None
-        else:
-            await shelf.free.acquire()  # without waiting
         try:
             return self._take(shelf) or await self._connect()
         except BaseException:
-            shelf.free.release()
+            shelf.give_back()
             raise
 
     def _shelf(self) -> _Shelf:
         if self._process != os.getpid():
             self._shelves, self._process = {}, os.getpid()
         loop = asyncio.get_running_loop()
-        if loop not in self._shelves:
+        if (shelf := self._shelves.get(loop)) is None:
             for other in list(self._shelves):
                 if other.is_closed() and (left := self._shelves.pop(other, None)):
                     left.clear()
-            self._shelves[loop] = _Shelf(asyncio.Semaphore(self._settings.max_connections), deque())
-        return self._shelves[loop]
+            shelf = self._shelves[loop] = _Shelf(loop)
+        return shelf
 
     async def _connect(self) -> AOwn:
         try:
@@ -515,23 +516,28 @@ class APool:
         return connection
 
     def _take(self, shelf: _Shelf) -> AOwn | None:
-        with suppress(IndexError):
+        try:
             while True:
                 connection, _ = shelf.idle.pop()
                 if _still_there(connection):
                     return connection
                 connection.pgconn.finish()
-        return None
+        except IndexError:
+            return None
 
     def _put(self, connection: AOwn, shelf: _Shelf) -> None:
-        now = time.monotonic()
-        if _is_idle(connection) and not self._closed:
-            shelf.idle.append((connection, now))
-        else:
-            connection.pgconn.finish()  # nothing to wait for
-        with suppress(IndexError):  # somebody may close them all, in another thread
+        try:
+            now = time.monotonic()
+            if _is_idle(connection) and not self._closed:
+                shelf.idle.append((connection, now))
+            else:
+                connection.pgconn.finish()  # nothing to wait for
             while now - shelf.idle[0][1] > IDLE_TOO_LONG:
                 shelf.idle.popleft()[0].pgconn.finish()
+        except IndexError:
+            pass  # none is idle; or somebody has closed them all, in another thread
+        finally:
+            shelf.give_back()
 
     def close(self) -> None:
         """Close what is idle now, in whichever event loop it was used, and the rest when it comes back."""
@@ -541,12 +547,37 @@ class APool:
                 shelf.clear()
 
 
-@dataclass
 class _Shelf:
-    free: asyncio.Semaphore
-    idle: deque[tuple[AOwn, float]]
+    """The connections of one event loop: some idle, some lent."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.idle: deque[tuple[AOwn, float]] = deque()
+        self.lent = 0
+        self._loop = loop
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Until one that is lent is given back, and lent to us: whoever comes later cannot take it."""
+        turn = self._loop.create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except BaseException:
+            if not turn.cancelled():  # given to us in the very moment in which we gave up
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """One is lent no more, or to him who has waited for longest."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.lent -= 1
 
     def clear(self) -> None:
+        """Close what is idle."""
         with suppress(IndexError):
             while True:
                 self.idle.pop()[0].pgconn.finish()  # nothing to wait for, so no event loop is needed
@@ -573,8 +604,10 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
 
     def execute(statement: Statement) -> Rows:
         commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
-        kind = statement.as_tuples, bool(statement.under)
         try:
+            if statement.plain and not lent:
+                return connection.wait(_exchange(connection.pgconn, statement))
+            kind = statement.as_tuples, bool(statement.under)
             cursor = cursors.get(kind) if statement.writes else None
             if cursor is None:
                 shape = tuple_row if statement.as_tuples else dict_row
@@ -602,6 +635,17 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
     return execute
 
 
+def _exchange(line: PGconn, statement: Statement) -> PQGen[Rows]:
+    """All that a plain statement needs of the driver: its cursors read and write any value, and take twice as long for it."""
+    values = [None if value is None else value.encode() for value in statement.params]
+    line.send_query_params(statement.plain, values)
+    result = (yield from generators.execute(line))[-1]
+    if result.status != ExecStatus.TUPLES_OK:
+        raise error_from_result(result)
+    value = result.get_value(0, 0)
+    return ({"value": None if value is None else value.decode()},)
+
+
 def _read_plainly(cursor: Cursor[Any] | AsyncCursor[Any]) -> None:
     """Let instants that come in binary be what they are there, microseconds since 2000: no calendar of Python's is asked."""
     cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
@@ -613,8 +657,10 @@ def aexecuting(connection: AsyncConnection[Any], schema: str, *, lent: bool) -> 
 
     async def execute(statement: Statement) -> Rows:
         commits = statement.writes and _is_idle(connection) and (not lent or connection.autocommit)
-        kind = statement.as_tuples, bool(statement.under)
         try:
+            if statement.plain and not lent:
+                return await connection.wait(_exchange(connection.pgconn, statement))
+            kind = statement.as_tuples, bool(statement.under)
             cursor = cursors.get(kind) if statement.writes else None
             if cursor is None:
                 shape = tuple_row if statement.as_tuples else dict_row

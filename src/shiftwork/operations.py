@@ -35,6 +35,7 @@ CHUNK_BYTES = 4 << 20
 FIRST_LOOK = 1.0
 
 _encoder = msgspec.json.Encoder()
+_UNSAID = (None,) * 7
 
 Answers = TypeVar("Answers", bound=Sized)
 
@@ -72,14 +73,6 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
         importing.unsent.update(tasks)
         return [Sent(0, "unsent") for _ in tasks]
 
-    match jobs:
-        case [NewJob(unique_key=None, expires_in=None) as job]:
-            rows = yield store.enqueue_one(job)
-            made, _, _ = rows[0]["sent"].strip("()").partition(",")
-            if not made:
-                raise DatabaseError(f"a job of task {job.task!r} was kept out of the queue by a trigger")
-            return [Sent(int(made), "created")]
-
     sent: list[Sent] = []
     for document, number in _documents(jobs):
         try:
@@ -99,15 +92,22 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
     return sent
 
 
+def enqueue_one(store: Protocol, job: NewJob[object]) -> Plan[Sent]:
+    """Enqueue one job; without a document around it, if nothing is said of it that would not fit."""
+    unusual = (job.delay, job.run_at, job.expires_in, job.expires_at, job.unique_key, job.tags, job.keep)
+    if importing.unsent is not None or unusual != _UNSAID:
+        [sent] = yield from enqueue(store, [job])
+        return sent
+    rows = yield store.enqueue_one(job)
+    made = rows[0]["value"]
+    if made is None:
+        raise DatabaseError(f"a job of task {job.task!r} was kept out of the queue by a trigger")
+    return Sent(int(made), "created")
+
+
 def enqueue_together(store: Protocol, jobs: Sequence[bytes], within: float) -> Plan[list[Sent]]:
     """Enqueue encoded jobs in one statement, all of them or none, which waits for a lock no longer than so many seconds."""
     rows = yield store.enqueue(_array(jobs), within)
-    if len(rows) != len(jobs):
-        raise DatabaseUnavailable(
-            f"of {len(jobs):,} jobs that were sent together {len(rows):,} are there, and nobody knows which: "
-            "a trigger has kept some of them out",
-            maybe_committed=True,
-        )
     answers = sorted((row["ordinal"], row["id"], row["outcome"]) for row in rows)
     return [Sent(made, outcome) for _, made, outcome in answers]
 

@@ -95,7 +95,7 @@ class Sending(Generic[P, R]):
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Enqueue a job with these arguments."""
         job, client = self.job(*args, **kwargs), self._app.client
-        [sent] = client.perform(operations.enqueue(client.store, [job]), self._connection)
+        sent = client.perform(operations.enqueue_one(client.store, job), self._connection)
         return Handle(client, sent.id, self.signature.read_result, sent.outcome)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:

@@ -242,7 +242,7 @@ def enqueue(settings: Settings, task: str, arguments: str, as_json: bool, **opti
         task=check_name("the name of a task", task), payload=payload, **sending(**options, tags=tags)
     )
     with opened(settings) as app:
-        [sent] = app.client.perform(operations.enqueue(app.client.store, [job]))
+        sent = app.client.perform(operations.enqueue_one(app.client.store, job))
     if as_json:
         print_json({"id": sent.id, "outcome": sent.outcome})
     else:

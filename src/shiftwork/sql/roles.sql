@@ -53,7 +53,7 @@ grant usage on schema shiftwork to shiftwork_producer, shiftwork_worker, shiftwo
 -- A producer enqueues, and sees nothing.
 grant execute on function
   shiftwork.enqueue(text, jsonb, text, int, timestamptz, timestamptz, int, text, interval, text[], int, text, text, interval, jsonb),
-  shiftwork.enqueue(text, text), shiftwork.enqueue_many(jsonb), shiftwork.clock()
+  shiftwork.enqueue(text, text), shiftwork.enqueue_one(text, text, text, int, int), shiftwork.enqueue_many(jsonb), shiftwork.clock()
   to shiftwork_producer, shiftwork_worker, shiftwork_operator;
 grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
 

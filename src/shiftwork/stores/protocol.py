@@ -42,13 +42,7 @@ MATCHING = """
 PARTS = {"<job>": JOB, "<attempt>": ATTEMPT, "<matching>": MATCHING}
 
 ENQUEUE = "select ordinal, id, outcome from shiftwork.enqueue_many(%s::jsonb)"
-# One job. Every option is given, since the server takes longer to read defaults than to make the job; and the answer is a
-# record, "(1,created)", since taking it apart costs there as well.
-ENQUEUE_PLAIN = "select shiftwork.enqueue(%s, %s)::text as sent"
-ENQUEUE_ONE = """
-select shiftwork.enqueue(%s, %s, %s, %s::int, %s, %s, %s::int, null, make_interval(secs => %s), %s::text[], %s::int,
-                         null, null, null, null)::text as sent
-"""
+ENQUEUE_ONE = "select shiftwork.enqueue_one(%s, %s, %s, %s, %s) as value"
 GET = "select <job> from shiftwork.look(%s::bigint[]) order by id"
 ATTEMPTS = "select <attempt> from shiftwork.attempts where job = any(%s::bigint[]) order by job, attempt"
 LIST = (
@@ -291,21 +285,13 @@ class Protocol:
         return replace(statement, under=f"set local lock_timeout = {within * 1000:.0f}; ")
 
     def enqueue_one(self, job: NewJob[object]) -> Statement:
-        """Enqueue one job without a unique key, and with a deadline that is a time, if any."""
-        options = (
-            job.queue,
-            job.priority,
-            job.run_at,
-            job.expires_at,
-            job.max_attempts,
-            job.delay,
-            job.tags,
-            job.keep,
+        """Enqueue one job that goes at once, and of which nothing is said but what tasks are declared with."""
+        priority = None if job.priority is None else str(job.priority)
+        max_attempts = None if job.max_attempts is None else str(job.max_attempts)
+        params = job.task, bytes(job.payload).decode(), job.queue, priority, max_attempts
+        return Statement(
+            _written(ENQUEUE_ONE, self.schema), params, plain=_numbered(ENQUEUE_ONE, self.schema)
         )
-        payload = bytes(job.payload).decode()
-        if options.count(None) == len(options):
-            return self._statement(ENQUEUE_PLAIN, job.task, payload)
-        return self._statement(ENQUEUE_ONE, job.task, payload, *options)
 
     def get(self, ids: Sequence[int]) -> Statement:
         """The jobs with these ids, wherever they are in their life."""
@@ -586,3 +572,10 @@ def _written(text: str, schema: str) -> str:
     for part, columns in PARTS.items():
         text = text.replace(part, columns)
     return text.replace("shiftwork.", f'"{schema}".')
+
+
+@lru_cache(maxsize=1000)
+def _numbered(text: str, schema: str) -> bytes:
+    """With $1, $2 … for its values, as the server has them."""
+    first, *others = _written(text, schema).split("%s")
+    return (first + "".join(f"${number}{part}" for number, part in enumerate(others, 1))).encode()
