@@ -1,7 +1,8 @@
 """Run the tests on every PostgreSQL and every Python found here: `make test-matrix`, or `make test-matrix ARGS="--only 15"`.
 
 The servers are those of the wheel and of the system, from 15 on, each started for its turn in a directory of its own; the
-tests find it by DATABASE_URL. The other Pythons get virtual environments beside `.venv` and the newest server.
+tests find it by DATABASE_URL. The other Pythons get virtual environments beside `.venv` and the newest server. A run that passes is
+one line; of one that fails, all is told that pytest tells of what failed: it may never fail again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -62,14 +64,20 @@ def run(name: str, python: Path | str, environment: dict[str, str], arguments: l
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
     print(
         f"  {'ok    ' if done.returncode == 0 else 'FAILED'} {name}: {last} ({time.monotonic() - began:.0f} s)",
         flush=True,
     )
-    print(*(f"         {line}\n" for line in lines), sep="", end="", flush=True)
+    if done.returncode != 0:
+        print(textwrap.indent(failures(done), " " * 9), flush=True)
     return done.returncode == 0
+
+
+def failures(done: subprocess.CompletedProcess[str]) -> str:
+    """What failed in a run, and how; all that it said, where it did not come so far."""
+    told = re.search(r"^=+ (ERRORS|FAILURES) =+$.*", done.stdout, re.MULTILINE | re.DOTALL)
+    return (told[0] if told else done.stdout + done.stderr).strip()
 
 
 def on_server(major: str, folder: Path, arguments: list[str]) -> bool:

@@ -34,6 +34,7 @@ FUNCTION = re.compile(r"create or replace (?:function|procedure) shiftwork\.(\w+
 
 # What verbs call among themselves, and what only triggers call. Everything else is for workers and people.
 INNER = {
+    "abandon_job",
     "announce",
     "attend",
     "check_payload",

@@ -607,7 +607,11 @@ def test_a_job_whose_worker_hung_up_before_it_was_given_is_given_back(
         holder.execute("lock table shiftwork.jobs in access exclusive mode")
         with socket.create_connection(("127.0.0.1", remote.port)) as line:
             line.sendall(head.encode())
-            while protocol.value("select count(*) = 0 from pg_locks where not granted"):
+            waiting = (
+                "select count(*) from pg_locks where locktype = 'relation' and not granted"
+                " and database = (select oid from pg_database where datname = current_database())"
+            )
+            while not protocol.value(waiting):
                 pass
         holder.execute("""select shiftwork.enqueue('greet', '{"name": "Ada"}')""")
     while protocol.value("select max(attempt) = 0 from {}.jobs"):

@@ -129,7 +129,10 @@ def test_migrators_that_race_in_many_processes_do_it_once(
             while waiting < len(racers):
                 assert monotonic() < deadline, "the racers never came to the start"
                 assert all(racer.poll() is None for racer in racers)
-                cursor.execute("select count(*) from pg_locks where locktype = 'advisory' and not granted")
+                cursor.execute(
+                    "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+                    " and database = (select oid from pg_database where datname = current_database())"
+                )
                 waiting = cursor.fetchone() or 0
         empty.execute("select pg_advisory_unlock(1)")
         answers = [json.loads(racer.communicate(timeout=120)[0]) for racer in racers]

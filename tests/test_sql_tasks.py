@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -557,25 +558,95 @@ def test_a_session_of_another_database_is_not_taken_for_one_of_this(server: str,
         foreign.execute("select 1")
 
 
+def interrupt(stats: Protocol, session: Protocol) -> None:
+    """Cancel what a session does, with one signal: a request of the client's own is two of them before PostgreSQL 18."""
+    assert stats.value("select pg_cancel_backend(%s)", session.connection.info.backend_pid)
+
+
 def test_a_call_that_is_cancelled_gives_its_job_back_at_once(dsn: str, stats: Protocol) -> None:
     with processing(dsn, stats) as (job, session, call):
-        session.connection.cancel_safe()
+        interrupt(stats, session)
         assert isinstance(call.exception(30), psycopg.errors.QueryCanceled)
         row = stats.live(job)
         assert (row["state"], row["failures"], row["resets"], units(stats)) == ("ready", 0, 1, [])
         assert stats.value("select count(*) from {}.workers where gone_at is null") == 0
 
 
+@contextmanager
+def interrupted(dsn: str, stats: Protocol) -> Iterator[tuple[int, Protocol, Future[list[str]]]]:
+    """A session that was cancelled in the middle of a job, and is stopped while it gives it back."""
+    with processing(dsn, stats) as (job, session, call):
+        with stats.connection.transaction():
+            stats.rows("lock table {}.attempts in share mode")
+            interrupt(stats, session)
+            until(lambda: stopped_since(stats, session) is not None)
+            yield job, session, call
+        assert isinstance(call.exception(30), psycopg.errors.QueryCanceled)
+
+
+def stopped_since(stats: Protocol, session: Protocol) -> datetime | None:
+    """When a session began to wait for a table, if it does."""
+    found = stats.rows(
+        "select waitstart from pg_locks where pid = %s and locktype = 'relation' and not granted",
+        session.connection.info.backend_pid,
+    )
+    return found[0]["waitstart"] if found else None
+
+
+def test_a_call_that_is_cancelled_again_while_it_gives_its_job_back_does_so_all_the_same(
+    dsn: str, stats: Protocol
+) -> None:
+    with interrupted(dsn, stats) as (job, session, _):
+        interrupt(stats, session)  # as the second signal of one request does that comes late
+    row = stats.live(job)
+    assert (row["state"], row["failures"], row["resets"], units(stats)) == ("ready", 0, 1, [])
+    assert stats.value("select count(*) from {}.workers where gone_at is null") == 0
+
+
+def test_whoever_goes_on_cancelling_a_call_is_obeyed_and_its_job_is_left_to_the_reaper(
+    dsn: str, stats: Protocol
+) -> None:
+    with interrupted(dsn, stats) as (job, session, call):
+        before = stopped_since(stats, session)
+        interrupt(stats, session)
+        until(lambda: stopped_since(stats, session) not in (None, before))
+        interrupt(stats, session)
+        assert isinstance(call.exception(30), psycopg.errors.QueryCanceled)  # although nobody let it go on
+    worker = stats.live(job)["worker"]
+    assert (stats.state(job), units(stats)) == ("running", [])
+    stats.lapse(worker)
+    assert stats.reap() == {job: "ready"}
+
+
+def test_a_call_that_is_cancelled_while_it_tells_of_a_failure_ends_and_gives_its_job_back(
+    dsn: str, stats: Protocol
+) -> None:
+    stats.connection.execute(
+        """create function stats.refuse() returns trigger language plpgsql as $$ begin raise 'never'; end $$;
+           create constraint trigger refuse after insert on stats.units deferrable initially deferred
+             for each row execute function stats.refuse()"""
+    )
+    with processing(dsn, stats) as (job, session, call):
+        with stats.connection.transaction():
+            stats.rows("lock table {}.attempts in share mode")
+            stats.rows("select pg_advisory_unlock_all()")
+            until(lambda: stopped_since(stats, session) is not None)
+            interrupt(stats, session)
+        assert isinstance(call.exception(30), psycopg.errors.QueryCanceled)
+    row = stats.live(job)
+    assert (row["state"], row["failures"], row["resets"], units(stats)) == ("ready", 0, 1, [])
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "patience"),
     [
-        "raise exception 'as if it were cancelled' using errcode = '57014'",
-        "perform pg_sleep(60)",
-        "insert into stats.late values (1)",
+        ("raise exception 'as if it were cancelled' using errcode = '57014'", "0"),
+        ("perform pg_sleep(60)", "2s"),  # of the whole call, and the job has to have begun by then
+        ("insert into stats.late values (1)", "0"),
     ],
 )
 def test_a_job_that_ends_every_session_in_which_it_runs_has_failed_in_the_end(
-    stats: Protocol, body: str
+    stats: Protocol, body: str, patience: str
 ) -> None:
     # fault: F29
     stats.connection.execute(
@@ -588,7 +659,7 @@ def test_a_job_that_ends_every_session_in_which_it_runs_has_failed_in_the_end(
     register(stats, "spoil", "stats.spoil(jsonb)")
     register(stats, "derive", "stats.derive_units(jsonb)")
     bad, good = stats.enqueue("spoil"), stats.enqueue("derive", {"ids": [1]})
-    stats.rows("set statement_timeout = '200ms'")
+    stats.rows("select set_config('statement_timeout', %s, false)", patience)
     for _ in range(3):
         with pytest.raises(psycopg.Error, match=f"job {bad} could not be ended: "):
             stats.connection.execute("call shiftwork.process_jobs()")

@@ -398,7 +398,10 @@ async def test_no_more_routines_run_at_once_than_there_are_sessions(stats: Proto
     )
     register(stats, "meet", "stats.meet(jsonb)")
     stats.rows("select pg_advisory_lock(42)")
-    waiting = "select 1 from pg_locks where locktype = 'advisory' and objid = 42 and not granted"
+    waiting = (
+        "select 1 from pg_locks where locktype = 'advisory' and objid = 42 and not granted"
+        " and database = (select oid from pg_database where datname = current_database())"
+    )
     async with Workshop(app, concurrency=8, transactions=2) as shop:
         jobs = [stats.enqueue("meet") for _ in range(5)]
 

@@ -94,6 +94,7 @@ grant execute on function
   shiftwork.forget_workers(int), shiftwork.attend(bigint, jsonb, timestamptz),
   shiftwork.is_free(text), shiftwork.open_session(text, text), shiftwork.next_job(bigint, text, int, timestamptz, interval),
   shiftwork.run_job(bigint, bigint, int, boolean, text), shiftwork.close_session(bigint, bigint, int, text), shiftwork.fail_job(bigint, bigint, int, text, text),
+  shiftwork.abandon_job(bigint, bigint, int, text, text),
   shiftwork.run_routine(text, boolean, jsonb, text), shiftwork.run_hook(text, bigint, int, jsonb, text), shiftwork.seconds_of(text),
   shiftwork.report_progress(double precision, text), shiftwork.routine_call(text, boolean), shiftwork.decide(int, int, jsonb, text, double precision, double precision),
   shiftwork.register_task(text, text, text, int, int, jsonb, interval, text, text, boolean, text, text, text, interval, jsonb, int, text, text),

@@ -37,18 +37,18 @@ begin
     end if;
     exit when job.id is null;
     begin
-      select ran.complaint into complaint from shiftwork.run_job(job.worker, job.id, job.attempt) as ran;
-      if session.commits then
-        set constraints all immediate;      -- what the commit would find is found here, where it is this job's alone
-      end if;
-    exception when query_canceled or assert_failure or others then      -- we were interrupted, or what came of it cannot be written
-      get stacked diagnostics code = returned_sqlstate, complaint = message_text;
-      complaint := pg_catalog.format('job %s could not be ended: %s', job.id, complaint);
-      if shiftwork.fail_job(job.worker, job.id, job.attempt, code, complaint) then
-        code := null;
-      else
-        perform shiftwork.close_session(job.worker, job.id, job.attempt, complaint);
-      end if;
+      begin
+        select ran.complaint into complaint from shiftwork.run_job(job.worker, job.id, job.attempt) as ran;
+        if session.commits then
+          set constraints all immediate;      -- what the commit would find is found here, where it is this job's alone
+        end if;
+      exception when query_canceled or assert_failure or others then      -- we were interrupted, or what came of it cannot be written
+        select gone.code, gone.complaint into code, complaint
+          from shiftwork.abandon_job(job.worker, job.id, job.attempt, sqlstate, sqlerrm) as gone;
+      end;
+    exception when query_canceled then      -- and again: before 18, PostgreSQL sends two signals for one request
+      select gone.code, gone.complaint into code, complaint
+        from shiftwork.abandon_job(job.worker, job.id, job.attempt, sqlstate, sqlerrm) as gone;
     end;
     if session.commits then
       commit;
@@ -126,6 +126,20 @@ begin
            'tasks', (select coalesce(jsonb_agg(task.name), '[]') from shiftwork.tasks as task
                       where task.handler is not null and not task.commits))) as claimed
    where claimed.id > 0;
+end $$;
+
+-- The end of a job that was interrupted, or whose own end cannot be written: it has failed, or it goes back and this session ends with it,
+-- for which a code is left to be raised.
+create or replace function shiftwork.abandon_job(worker bigint, job bigint, attempt int, inout code text, inout complaint text)
+language plpgsql as $$
+#variable_conflict use_variable
+begin
+  complaint := format('job %s could not be ended: %s', job, complaint);
+  if shiftwork.fail_job(worker, job, attempt, code, complaint) then
+    code := null;
+  else
+    perform shiftwork.close_session(worker, job, attempt, complaint);
+  end if;
 end $$;
 
 -- A job did what kept its end from being written, and all of it is undone: that is a failure as others are. False if it is about the
