@@ -42,21 +42,27 @@ def enqueue(bench: Bench) -> None:
     fill_floor(bench, 1)
     forms = {
         "enqueue()": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
-        "enqueue() with all options said, as the client calls it if any is": (
-            """select shiftwork.enqueue('nothing', '{"n": 1}', 'default', null, null, null, null, null,"""
-            """ null, null, null, null, null, null, null)::text;"""
+        "enqueue_one() with a queue and a number of attempts, as the client calls it": (
+            """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);"""
         ),
     }
-    bare = """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');"""
+    bare = {
+        "a bare INSERT": """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');""",
+        "a bare INSERT of the same row into the same table": (
+            """insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at)"""
+            """ values ('nothing', '{"n": 1}', 'default', 0, 5, now(), now());"""
+        ),
+    }
     for clients in (1, 32):
         for name, text in forms.items():
-            bench.pairs(
-                f"{name}, {clients} client{'s' * (clients > 1)}, against a bare INSERT",
-                0.8,
-                lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
-                lambda n=clients: pgbench(bench, bare, n),  # type: ignore[misc]
-                "jobs/s",
-            )
+            for against, other in bare.items():
+                bench.pairs(
+                    f"{name}, {clients} connection{'s' * (clients > 1)}, against {against}",
+                    0.8,
+                    lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
+                    lambda t=other, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
+                    "jobs/s",
+                )
     for callers in (1, 32):
         bench.pairs(
             f"aenqueue() by {callers} caller{'s' * (callers > 1)} in one process, against as many bare INSERTs of one",
