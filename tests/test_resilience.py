@@ -786,7 +786,7 @@ async def test_the_clock_of_a_workers_machine_may_show_what_it_likes(
     )
 
 
-@pytest.mark.parametrize("jump", [2, -2])
+@pytest.mark.parametrize("jump", [2, -2, 28_800], ids=["two leases on", "two leases back", "a day on"])
 async def test_a_clock_of_the_server_that_jumps_costs_time_and_nothing_else(
     dsn: str, protocol: Protocol, jump: int
 ) -> None:
