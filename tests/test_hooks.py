@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from datetime import timedelta
 from typing import Any, cast
 
@@ -356,6 +357,82 @@ async def test_a_job_is_cancelled_while_a_hook_waits_and_its_slot_goes_on(
         assert told[-2:] == ["work", "after"]
 
 
+async def test_several_hooks_run_in_order_whether_they_wait_or_fail(app: App) -> None:
+    # spec: SG-3, D-29
+    told: list[str] = []
+
+    @app.task
+    async def work() -> None:
+        told.append("work")
+
+    def plain(job: Job, failure: str | None = None) -> str:
+        told.append("plain")
+        return "nobody asks for this"
+
+    async def at_once(job: Job, failure: str | None = None) -> None:
+        told.append("at once")
+
+    async def failing(job: Job, failure: str | None = None) -> None:
+        told.append("failing")
+        raise asyncio.CancelledError
+
+    def future(job: Job, failure: str | None = None) -> asyncio.Future[None]:
+        told.append("future")
+        return asyncio.ensure_future(asyncio.sleep(0))
+
+    async def waiting(job: Job, failure: str | None = None) -> None:
+        await asyncio.sleep(0)
+        told.append("waiting")
+        raise LookupError("after a while")
+
+    hooks: list[Any] = [plain, at_once, failing, future, waiting, plain, at_once]
+    for hook in hooks:
+        app.before_job(hook)
+        app.after_job(hook)
+    around = ["plain", "at once", "failing", "future", "waiting", "plain", "at once"]
+    async with app, Workshop(app, concurrency=1) as shop:
+        jobs = [await work.aenqueue() for _ in range(3)]
+        await shop.ended(*jobs, state="completed")
+        assert told == [*around, "work", *around] * 3
+        assert [event.error for event in shop.seen(HookFailed)] == [
+            *("CancelledError: ", "LookupError: after a while"),
+        ] * 6
+
+
+@pytest.mark.parametrize("how", ["waits", "fails at once", "fails after a while", "gives a future"])
+async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App, how: str) -> None:
+    # spec: SG-3, D-29
+    told: list[str] = []
+
+    @app.task
+    async def work() -> None:
+        told.append("work")
+
+    async def hook(job: Job, failure: str | None = None) -> None:
+        if how == "fails at once":
+            raise LookupError(how)
+        await asyncio.sleep(0)
+        told.append("hook")
+        if how == "fails after a while":
+            raise LookupError(how)
+
+    def future(job: Job, failure: str | None = None) -> asyncio.Future[None]:
+        return asyncio.ensure_future(hook(job))
+
+    app.before_job(future if how == "gives a future" else hook)
+    app.after_job(future if how == "gives a future" else hook)
+    async with app, Workshop(app, concurrency=1) as shop:
+        jobs = [await work.aenqueue() for _ in range(3)]
+        await shop.ended(*jobs, state="completed")
+        times = shop.worker._attempts.hook_times
+        assert {kind: sum(durations.many) for kind, durations in times.items()} == {
+            "before_job": 3,
+            "after_job": 3,
+        }
+        assert len(shop.seen(HookFailed)) == (6 if "fails" in how else 0)
+    assert told == (["work"] if how == "fails at once" else ["hook", "work", "hook"]) * 3
+
+
 async def test_hooks_see_the_job_as_its_handler_does(app: App) -> None:
     # spec: SG-3
     seen: list[Job] = []
@@ -375,5 +452,8 @@ async def test_hooks_see_the_job_as_its_handler_does(app: App) -> None:
     assert handled == hooked
     assert repr(hooked) == repr(handled)
     assert (hooked.payload, hooked.tags, hooked.priority) == ({"n": 5}, ("blue",), 3)
+    with pytest.raises(AttributeError, match="cannot assign"):
+        hooked.priority = 4  # type: ignore[misc]
+    assert dataclasses.replace(hooked, priority=4).priority == 4
     with pytest.raises(AttributeError, match="no 'colour'"):
         hooked.colour  # type: ignore[attr-defined]  # noqa: B018

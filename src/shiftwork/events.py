@@ -92,7 +92,7 @@ class WorkDone(Event, frozen=True):
     ended: Mapping[str, Mapping[str, int]]
 
 
-class JobBegan(Event, frozen=True):
+class JobBegan(Event, frozen=True, gc=False):
     """A handler is about to be called."""
 
     job: int
@@ -101,7 +101,7 @@ class JobBegan(Event, frozen=True):
     attempt: int
 
 
-class JobEnded(Event, frozen=True):
+class JobEnded(Event, frozen=True, gc=False):
     """An outcome has been written."""
 
     job: int

@@ -225,13 +225,6 @@ class Claimed(Job):
     __qualname__ = "Job"
     _seed: Any
 
-    @staticmethod
-    def by(run: Any) -> Job:  # noqa: ANN401
-        """`run` has the row as it was `taken`, by which worker and when it was claimed."""
-        job = _new(Claimed)
-        _sow(job, run)
-        return job
-
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Called once, for the first field that is asked for: then all of them are there."""
         if name not in Job.__slots__:
@@ -253,8 +246,9 @@ class Claimed(Job):
         return hash(self._whole)
 
 
-_new, _sow = object.__new__, Claimed._seed.__set__  # noqa: SLF001
-"""What a constructor does, for half of what one costs."""
+new, sow, seed_of = object.__new__, Claimed._seed.__set__, Claimed._seed.__get__  # noqa: SLF001
+"""`sow(job := new(Claimed), run)` does what a constructor would, for half of what one costs; a run has the row as it was `taken`, by which worker and
+when it was claimed. `seed_of(job)` is that run."""
 
 _PLAIN = (
     *("id", "task", "queue", "priority", "attempt", "failures", "resets", "max_attempts"),

@@ -6,10 +6,9 @@ Every ending is a value. Nothing that a handler does or raises gets past here.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -36,21 +35,19 @@ from shiftwork.errors import (
     UnfitArguments,
     UnknownHandler,
 )
-from shiftwork.job import Claimed, Job, State
+from shiftwork.job import Claimed, Job, State, new, sow
 from shiftwork.outcome import Outcome, Raised, Returned, completed, decide, done
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
 from shiftwork.worker.batches import Batches
-from shiftwork.worker.hooks import Hooks
-from shiftwork.worker.hooks import call as call_hook
+from shiftwork.worker.hooks import TOLD, Around, Hooks
 from shiftwork.worker.interruption import Interruption
-from shiftwork.worker.metrics import QUICK, Durations
 from shiftwork.worker.pipe import Completed, Ended
 from shiftwork.worker.processes import Crash, NoProcess, Processes, outcome_of
 from shiftwork.worker.run import NotNow, Run, Stop, Task
 from shiftwork.worker.settling import Settling
-from shiftwork.worker.slots import Deadlines, Waiting, directly, first_steps, isolation
+from shiftwork.worker.slots import Deadlines, Waiting, first_steps, isolation
 from shiftwork.worker.sql import hearing
 from shiftwork.worker.threads import NoThread
 from shiftwork.worker.transactions import Ours, OursBlocking, TransactionEnded, Transactions, Unsure
@@ -67,6 +64,7 @@ Begun = tuple[partial[Any], Awaitable[Any]]
 """A handler with its arguments, and what is left of its first call."""
 
 USUAL = Retry()
+DONE = operations.DONE
 NOTHING: Call = ((), {})
 clock = time.perf_counter
 NOT_NOW = 1.0
@@ -78,17 +76,6 @@ class After(Enum):
 
     DROPPED = "dropped"  # it is not ours any more
     GIVEN_BACK = "given back"  # nothing is counted against it, unless it crashed
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """Hooks before or after every job, and how long they took."""
-
-    kind: str
-    hooks: Sequence[Callable[..., Any]]
-    took: Durations = field(default_factory=lambda: Durations(QUICK))
-    fresh: list[float] = field(default_factory=list)
-    """Seconds that are not counted yet: many at once are counted faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +120,8 @@ class Attempts:
         self._processes = processes
         self.hooked = bool(hooks.before_job or hooks.after_job)
         self._publish = publish
-        self._before = Around("before_job", hooks.before_job)
-        self._after = Around("after_job", hooks.after_job)
+        self._before = Around("before_job", hooks.before_job, self._hook_failed)
+        self._after = Around("after_job", hooks.after_job, self._hook_failed)
         self.hook_times = {around.kind: around.took for around in (self._before, self._after)}
         """How long those before and after each job took, kept here and not told: they are as many as jobs."""
 
@@ -173,17 +160,19 @@ class Attempts:
             return self._attempt(run)
         if self._at and (held := self._at("began")) is not None:
             return self._attempt(run, held=held)
+        if self._told_beginnings:
+            tell = self._began  # to call it in one go takes longer: it is an attribute and no method
+            tell(run)
         if self.hooked:
             return self._begin_hooked(run)
-        if self._told_beginnings:
-            self._began(run)
-        ending = self._first_step(run)
+        ending = self._first_step(run, clock())
         return self._attempt(run, ending) if isinstance(ending, tuple) else self._ended(run, ending)
 
-    def _first_step(self, run: Run) -> Ending | Begun:
+    def _first_step(self, run: Run, began: float) -> Ending | Begun:
         """How the handler ended, if its first step was its only one; else what is left of it."""
         call: Callable[..., Any]
         args, kwargs = NOTHING
+        run.began = began
         try:
             if (quick := self._quick.get(run.task)) is None:
                 call = self._prepared(run)
@@ -194,10 +183,8 @@ class Attempts:
                 except InvalidArgument as error:
                     raise UnfitArguments(str(error)) from None
         except Exception as error:  # noqa: BLE001  -- every ending is a value
-            run.began = clock()
             return Raised(error)
         steps = self._steps
-        run.began = began = clock()
         try:
             coroutine = call(*args, **kwargs) if kwargs else call(*args)
             if type(coroutine) is not CoroutineType:
@@ -241,9 +228,8 @@ class Attempts:
                 if between is not None:
                     ending = await between
                 elif self.hooked:
-                    job = Claimed.by(run)
-                    before = self._tell_hooks(run, self._before, run.began, job)
-                    ending = await self._between_hooks(run, job, before)
+                    sow(job := new(Claimed), run)
+                    ending = await self._between_hooks(run, job, self._before.tell(run.began, job))
                 else:
                     ending = await self._called(run, begun)
                 run.took = time.perf_counter() - run.began
@@ -255,22 +241,48 @@ class Attempts:
             await rest
 
     def _begin_hooked(self, run: Run) -> Coroutine[Any, Any, None] | None:
-        """Begin an attempt between hooks; here too nothing is awaited that does not wait."""
-        if self._told_beginnings:
-            self._began(run)
-        job = Claimed.by(run)
-        run.began = began = clock()
-        if (waiting := self._tell_hooks(run, self._before, began, job)) is not None:
-            self._waits()
-            return self._attempt(run, between=self._between_hooks(run, job, waiting))
-        ending = self._first_step(run)
-        if isinstance(ending, tuple):
+        """Begin an attempt between hooks; here too nothing is awaited that does not wait.
+
+        Both are called here and not by a function for both: that would cost as much as they do.
+        """
+        before, after = self._before, self._after
+        sow(job := new(Claimed), run)
+        call, began = before.call, clock()
+        try:
+            answer = call(job)
+            if (
+                answer is not None
+                and (type(answer) is not CoroutineType or (answer := before.steps.send(answer)) is not TOLD)
+                and (rest := before.rest(job, began, answer)) is not None
+            ):
+                self._waits()
+                run.began = began
+                return self._attempt(run, between=self._between_hooks(run, job, rest))
+        except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
+            before.failed(job, error)
+        former, began = began, clock()
+        before.fresh.append(began - former)
+        ending = self._first_step(run, began)
+        if type(ending) is Returned:
+            failure = None
+        elif isinstance(ending, tuple):
             self.count_hooks()  # it may run for long
             return self._attempt(run, between=self._between_hooks(run, job, None, ending))
-        failure = None if type(ending) is Returned else _failure(ending)
-        if (waiting := self._tell_hooks(run, self._after, run.began + run.took, job, failure)) is not None:
-            self._waits()
-            return self._attempt(run, between=self._after_hooks(run, waiting, ending))
+        else:
+            failure = _failure(ending)
+        call, began = after.call, began + run.took
+        try:
+            answer = call(job, failure)
+            if (
+                answer is not None
+                and (type(answer) is not CoroutineType or (answer := after.steps.send(answer)) is not TOLD)
+                and (rest := after.rest(job, began, answer)) is not None
+            ):
+                self._waits()
+                return self._attempt(run, between=self._after_hooks(run, rest, ending))
+        except BaseException as error:  # noqa: BLE001  -- as above
+            after.failed(job, error)
+        after.fresh.append(clock() - began)
         return self._ended(run, ending)
 
     async def _between_hooks(
@@ -287,7 +299,7 @@ class Attempts:
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._tell_hooks(run, self._after, clock(), job, _failure(ending))
+            after = self._after.tell(clock(), job, _failure(ending))
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -301,63 +313,10 @@ class Attempts:
                 raise
         return ending
 
-    def _tell_hooks(
-        self, run: Run, around: Around, began: float, job: Job, failure: str | None = None
-    ) -> Coroutine[Any, Any, None] | None:
-        """Call hooks, one after the other, from now on; what is left to await, if one of them waits.
-
-        One that fails is a warning on the job, and changes nothing.
-        """
-        if not around.hooks:
-            return None
-        hooks, is_after = iter(around.hooks), around is self._after
-        for hook in hooks:
-            try:
-                if (answer := hook(job, failure) if is_after else hook(job)) is None:
-                    continue
-                if type(answer) is not CoroutineType:
-                    if not inspect.isawaitable(answer):
-                        continue
-                    answer = _waited_for(answer)
-                pending = self._steps.send(answer)
-                if self._steps.gi_yieldfrom is None:
-                    continue
-                waiting = Waiting(self._steps, pending, directly)
-                self._steps = first_steps()
-                given = (job, failure) if is_after else (job,)
-                return self._rest_of_hooks(run, around, began, waiting, tuple(hooks), *given)
-            except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
-                self._steps = first_steps()
-                self._hook_failed(run, around.kind, error)
-        around.fresh.append(clock() - began)
-        return None
-
-    async def _rest_of_hooks(
-        self,
-        run: Run,
-        around: Around,
-        began: float,
-        waiting: Awaitable[None],
-        hooks: Sequence[Callable[..., Any]],
-        *given: object,
-    ) -> None:
-        try:
-            await waiting
-        except Exception as error:  # noqa: BLE001  -- it is not ours
-            self._hook_failed(run, around.kind, error)
-        for hook in hooks:
-            try:
-                await call_hook(hook, *given)
-            except Exception as error:  # noqa: BLE001  -- it is not ours
-                self._hook_failed(run, around.kind, error)
-        around.took.add(clock() - began)
-
     def count_hooks(self) -> None:
         """Some jobs have ended: count how long the hooks around them took."""
-        for around in (self._before, self._after):
-            if around.fresh:
-                around.took.add_all(around.fresh)
-                around.fresh.clear()
+        self._before.count()
+        self._after.count()
 
     def _hook_failed(self, run: Run, kind: str, error: BaseException) -> None:
         failed = f"{type(error).__name__}: {error}"
@@ -373,9 +332,8 @@ class Attempts:
                 if run.jobs:
                     outcome = _completed(run, ending.value)
                 else:
-                    outcome = Outcome(
-                        run, operations.DONE, None, run.task.signature.encode_result(ending.value)
-                    )
+                    encode = run.task.signature.encode_result
+                    outcome = Outcome(run, DONE, None, encode(ending.value))
             except Exception:  # noqa: BLE001, S110  -- it is looked at again, with patience
                 pass
             else:

@@ -8,19 +8,25 @@ warnings on the job, and those that come after it always run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from types import CoroutineType
+from typing import Any, cast
 
 from psycopg import sql
 
 from shiftwork import events
 from shiftwork.errors import InvalidArgument
 from shiftwork.events import Event
-from shiftwork.job import Job
+from shiftwork.job import Job, seed_of
+from shiftwork.outcome import Returned
 from shiftwork.worker.line import Patience
+from shiftwork.worker.metrics import QUICK, Durations
 from shiftwork.worker.run import Run
+from shiftwork.worker.slots import Steps, Waiting, directly
 
 AGAIN = 5.0
 """Seconds until a hook is asked again that has left a round out, unless it says otherwise."""
@@ -30,6 +36,11 @@ PATIENCE = (1.0, 60.0)
 
 REMEMBERED = 1000
 """Jobs of which it is known that they were told of."""
+
+TOLD = Returned(None)
+"""What is given when a coroutine of a hook has ended with its first step: this very one, whatever else hooks may yield."""
+
+clock = time.perf_counter
 
 
 class Round:
@@ -122,6 +133,127 @@ class Hooks:
     before_claim: list[BeforeClaim] = field(default_factory=list)
     before_job: list[BeforeJob] = field(default_factory=list)
     after_job: list[AfterJob] = field(default_factory=list)
+
+
+class Around:
+    """The hooks before or after every job, and how long they took. One that fails is a warning on the job, and changes nothing."""
+
+    def __init__(
+        self,
+        kind: str,
+        hooks: Sequence[Callable[..., Any]],
+        failed: Callable[[Run, str, BaseException], None],
+    ) -> None:
+        self.kind = kind
+        self._hooks = tuple(hooks)
+        self._failed = failed
+        self.call = _alone(self._hooks) or self._call_in_turn
+        """Calls them; gives what is to be awaited, if anything is."""
+
+        self.took = Durations(QUICK)
+        self.fresh: list[float] = []
+        """Seconds that are not counted yet: many at once are counted faster."""
+
+        self._renew()
+
+    def _renew(self) -> None:
+        self.steps = cast("Steps", _steps())
+        """Takes the first step of each coroutine that is sent to it; gives `TOLD` if that was its only one."""
+
+        self.steps.send(None)
+
+    def tell(self, began: float, *given: Any) -> Coroutine[Any, Any, None] | None:  # noqa: ANN401
+        """Call them, with a job first of all; what is left to await, if one of them waits."""
+        try:
+            answer = self.call(*given)
+            if answer is not None and (rest := self.rest(given[0], began, answer)) is not None:
+                return rest
+        except BaseException as error:  # noqa: BLE001  -- it is not ours, and nobody can have cancelled us by now
+            self.failed(given[0], error)
+        self.fresh.append(clock() - began)
+        return None
+
+    def rest(self, job: Job, began: float, answer: object) -> Coroutine[Any, Any, None] | None:
+        """What is left to await, if anything is; `answer` is what a hook gave, or then `steps`."""
+        waiting = self._waiting(answer)
+        return None if waiting is None else self._awaited(job, began, waiting)
+
+    def failed(self, job: Job, error: BaseException) -> None:
+        """Keep a warning with the job; what takes first steps may have ended with it."""
+        self._renew()
+        self._failed(seed_of(job), self.kind, error)
+
+    def count(self) -> None:
+        """Some jobs have ended: count how long the hooks around them took."""
+        if self._hooks:
+            self.took.add_all(self.fresh)
+        self.fresh.clear()
+
+    def _waiting(self, answer: Any) -> Waiting | None:  # noqa: ANN401
+        if self.steps.gi_yieldfrom is None:  # its first step is not taken yet
+            if not inspect.isawaitable(answer):
+                return None
+            answer = self.steps.send(answer if type(answer) is CoroutineType else _awaiting(answer))
+            if answer is TOLD:
+                return None
+        waiting = Waiting(self.steps, answer, directly)
+        self._renew()
+        return waiting
+
+    async def _awaited(self, job: Job, began: float, waiting: Awaitable[None]) -> None:
+        try:
+            await waiting
+        except Exception as error:  # noqa: BLE001  -- it is not ours
+            self.failed(job, error)
+        self.took.add(clock() - began)
+
+    def _call_in_turn(self, *given: Any) -> Coroutine[Any, Any, None] | None:  # noqa: ANN401
+        """Call several; what is left of that, once one of them waits."""
+        hooks = iter(self._hooks)
+        for hook in hooks:
+            try:
+                answer = hook(*given)
+                if answer is not None and (waiting := self._waiting(answer)) is not None:
+                    return self._others(waiting, hooks, *given)
+            except BaseException as error:  # noqa: BLE001  -- as above
+                self.failed(given[0], error)
+        return None
+
+    async def _others(
+        self,
+        waiting: Awaitable[None],
+        hooks: Iterator[Callable[..., Any]],
+        *given: Any,  # noqa: ANN401
+    ) -> None:
+        try:
+            await waiting
+        except Exception as error:  # noqa: BLE001  -- it is not ours
+            self.failed(given[0], error)
+        for hook in hooks:
+            try:
+                await call(hook, *given)
+            except Exception as error:  # noqa: BLE001  -- it is not ours
+                self.failed(given[0], error)
+
+
+async def _awaiting(answer: Awaitable[Any]) -> None:
+    await answer
+
+
+def _alone(hooks: Sequence[Callable[..., Any]]) -> Callable[..., Any] | None:
+    """What calls at most one."""
+    if len(hooks) > 1:
+        return None
+    return hooks[0] if hooks else lambda *_: None
+
+
+@types.coroutine
+def _steps() -> Any:  # noqa: ANN401
+    """As in `slots.first_steps`."""
+    coroutine = yield
+    while True:
+        yield from coroutine
+        coroutine = yield TOLD
 
 
 async def call(hook: Callable[..., Any], *given: object) -> None:

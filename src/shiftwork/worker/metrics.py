@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shiftwork import events
 from shiftwork.events import Event, Subscriber
+from shiftwork.job import State
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -30,6 +31,7 @@ QUICK = tuple(0.0005 * 2.5**place for place in range(12))
 
 MOST_TASKS = 200
 POISON = frozenset({"POISON", "ARGUMENTS_INVALID", "UNKNOWN_TASK"})
+DONE = State.COMPLETED
 UNKNOWN = "unknown"
 OTHER = "other"
 
@@ -142,13 +144,11 @@ class Metrics:
 
     def tell_ended(self, jobs: Sequence[events.JobEnded]) -> None:
         """The same for jobs that ended together."""
-        by_task: defaultdict[str, list[events.JobEnded]] = defaultdict(list)
-        for event in jobs:
-            by_task[event.task].append(event)
-        for name, ended in by_task.items():
+        alike = len({event.task for event in jobs}) == 1
+        for name, ended in {jobs[0].task: jobs}.items() if alike else _by_task(jobs):
             task = self._tasks.get(name) or self._unknown
             task.took.add_all([event.seconds for event in ended])
-            others = [event for event in ended if event.state != "completed"]
+            others = [event for event in ended if event.state is not DONE and event.state != DONE]
             task.ok += len(ended) - len(others)
             task.outcomes.update(map(_outcome, others))
 
@@ -288,6 +288,13 @@ class Metrics:
             depth.add_metric((row["queue"],), row["ready"])
             oldest.add_metric((row["queue"],), row["oldest"])
         yield from (depth, oldest)
+
+
+def _by_task(jobs: Sequence[events.JobEnded]) -> ItemsView[str, Sequence[events.JobEnded]]:
+    grouped: defaultdict[str, list[events.JobEnded]] = defaultdict(list)
+    for event in jobs:
+        grouped[event.task].append(event)
+    return grouped.items()
 
 
 def _outcome(event: events.JobEnded) -> str:

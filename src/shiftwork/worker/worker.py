@@ -23,7 +23,7 @@ from shiftwork.errors import (
     ShiftworkError,
     SingletonTaken,
 )
-from shiftwork.events import Event, Subscriber
+from shiftwork.events import Event, JobBegan, JobEnded, Subscriber
 from shiftwork.job import State
 from shiftwork.operations import Claimed, Pulse, Routine
 from shiftwork.outcome import Outcome
@@ -758,8 +758,8 @@ class Worker:
                 del holding[run.id]
             delay = None if outcome.delay is None else outcome.delay.total_seconds()
             ended.append(
-                events.JobEnded(
-                    *(run.id, run.name, run.queue, run.attempt, outcome.state, run.took, outcome.error, delay)
+                JobEnded(
+                    run.id, run.name, run.queue, run.attempt, outcome.state, run.took, outcome.error, delay
                 )
             )
         self._let_go()
@@ -783,7 +783,7 @@ class Worker:
             self._wake()
 
     def _began(self, run: Run) -> None:
-        event = events.JobBegan(run.id, run.name, run.queue, run.attempt)
+        event = JobBegan(run.id, run.name, run.queue, run.attempt)
         for subscriber in self._told_beginnings:
             try:  # noqa: SIM105  -- as below
                 subscriber(event)
