@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, LiteralString
 from uuid import UUID
@@ -309,13 +310,50 @@ def test_the_callers_own_retries_see_the_drivers_errors(app: App, dsn: str, conn
                 task.using(connection=own).enqueue("Ada")
 
 
+class Urgency(int, Enum):
+    HIGH = -5
+
+
+async def test_a_priority_may_be_a_member_of_an_enum_of_numbers(aapp: App) -> None:
+    @aapp.task(priority=Urgency.HIGH)
+    def greet() -> None: ...
+
+    sent = [*await aapp.aenqueue_many([greet.job()]), await greet.aenqueue()]
+    assert [(await handle.ainfo()).priority for handle in sent] == [-5, -5]
+
+
+async def test_what_is_sent_is_what_is_stored_whatever_encoding_the_dsn_asks_for(
+    dsn: str, protocol: Protocol
+) -> None:
+    async with App(make_conninfo(dsn, client_encoding="latin1")) as app:
+        greet = declare(app).greet
+        sent = [await greet.aenqueue("Zoë ☃"), await asyncio.to_thread(greet.enqueue, "Zoë ☃")]
+        assert [(await handle.ainfo()).payload for handle in sent] == [{"name": "Zoë ☃"}] * 2
+    assert protocol.value("select count(*) from {}.jobs where payload ->> 'name' = 'Zoë ☃'") == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"delay": timedelta(hours=1)}, {"unique": "k"}, {"unique": "k", "scope": "window"}]
+)
+def test_a_job_that_a_trigger_keeps_out_is_told_of_as_that(
+    app: App, connection: Connection, options: dict[str, Any]
+) -> None:
+    connection.execute(
+        """create function rule() returns trigger language plpgsql as $$ begin return null; end $$;
+           create trigger rule before insert on shiftwork.jobs for each row execute function rule()"""
+    )
+    with pytest.raises(DatabaseError, match="a job of task 'greet' was kept out of the queue by a trigger"):
+        declare(app).greet.using(**options).enqueue("Ada")
+
+
 def test_another_driver_can_make_itself_known(
     app: App, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Foreign:
-        """A connection of a driver that we know nothing of."""
+        """A connection of a driver that we know nothing of, but that it takes no text for a number."""
 
         def fetch(self, text: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
+            assert [type(value) for value in values] == [str, str, str, int, int]
             return connection.execute(text.encode(), values).fetchall()
 
     def lender(lent: object, schema: str) -> database.Execute | None:
@@ -324,8 +362,8 @@ def test_another_driver_can_make_itself_known(
         return lambda statement: lent.fetch(statement.text, statement.params)
 
     monkeypatch.setattr(database, "LENDERS", [lender])
-    handle = declare(app).greet.using(connection=Foreign()).enqueue("Ada")
-    assert handle.info().payload == {"name": "Ada"}
+    handle = declare(app).greet.using(connection=Foreign(), priority=7).enqueue("Ada")
+    assert (handle.info().payload, handle.info().priority) == ({"name": "Ada"}, 7)
 
 
 # Many
@@ -912,7 +950,13 @@ async def test_whoever_waits_for_a_connection_gets_it_in_turn_and_none_is_lost_w
         assert [isinstance(one, asyncio.CancelledError) for one in ended] == [n in (0, 2) for n in range(7)]
         assert got == [1, 3, 4, 5, 6]
         async with asyncio.timeout(SOON), pool.connection():
-            pass
+            left = pool._lend(pool._shelf())
+            left.send(None)
+            left.close()  # nobody's task: it is not even cancelled
+            late = asyncio.create_task(take(7))
+            await asyncio.sleep(0)
+            assert got[-1] == 6, "there is only one"
+        await late
 
 
 def test_the_connections_of_a_closed_event_loop_are_closed_when_the_next_one_comes(

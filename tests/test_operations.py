@@ -94,7 +94,7 @@ def test_one_job_is_sent_as_it_is_and_not_as_a_document() -> None:
     assert plain.params == ("greet", '{"n":1}', None, None, None)
     chosen = next(operations.enqueue_one(STORE, a_job(b"{}", queue="mail", priority=-5, max_attempts=3)))
     assert isinstance(chosen, Statement)
-    assert chosen.params == ("greet", "{}", "mail", "-5", "3")
+    assert chosen.params == ("greet", "{}", "mail", -5, 3)
     assert chosen.plain == b'select "shiftwork".enqueue_one($1, $2, $3, $4, $5) as value'
 
 

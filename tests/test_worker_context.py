@@ -193,6 +193,31 @@ async def test_what_a_job_enqueues_comes_into_being_with_its_completion_and_only
         assert await shop.value(counted) == 2
 
 
+async def test_a_job_is_completed_although_a_trigger_keeps_one_of_those_out_that_it_enqueued(
+    app: App,
+) -> None:
+    @app.task
+    async def wanted() -> None: ...
+
+    @app.task
+    async def unwanted() -> None: ...
+
+    @app.task
+    async def chain(context: Context) -> None:
+        context.enqueue(wanted.job(), unwanted.job(), unwanted.using(unique="k").job())
+
+    async with app, Workshop(app) as shop:
+        await shop.rows(
+            """create function rule() returns trigger language plpgsql as $$ begin return null; end $$;
+               create trigger rule before insert on shiftwork.jobs for each row when (new.task = 'unwanted')
+                 execute function rule()"""
+        )
+        job = await chain.aenqueue()
+        await shop.ended(job, state="completed")
+        tasks = await shop.rows("select distinct task from shiftwork.all_jobs order by task")
+    assert [row["task"] for row in tasks] == ["chain", "wanted"]
+
+
 async def test_what_cannot_be_enqueued_is_no_completion(app: App) -> None:
     # spec: HO-10
     @app.task(queue="unserved")

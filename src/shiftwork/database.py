@@ -84,7 +84,7 @@ class Statement(msgspec.Struct, frozen=True):
     """What is set for this statement alone, as SQL before it in the same message and so in the same transaction."""
 
     plain: bytes = b""
-    """The same with $1, $2 … in it, for connections of ours, if the values are texts or null and the answer is one `value`: it comes as a text."""
+    """The same with $1, $2 … in it, for connections of ours, if its values are texts, numbers or null and the answer is one `value`: it comes as a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +238,14 @@ def _conninfo(dsn: str, settings: Settings, name: str | None) -> str:
     ours: dict[str, Any] = {
         "application_name": "shiftwork client",
         "connect_timeout": max(2, round(settings.connect_timeout.total_seconds())),
-        "client_encoding": "utf8",
         "keepalives_idle": 30,
         "keepalives_interval": 10,
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
     }
+    given["client_encoding"] = (
+        "utf8"  # as we write and read; what a program's own connections have is its own affair
+    )
     if name is not None:
         given["application_name"] = name
         patience = settings.answer_within.total_seconds()  # a half-open line is noticed within this
@@ -563,7 +565,9 @@ class _Shelf:
         try:
             await turn
         except BaseException:
-            if not turn.cancelled():  # given to us in the very moment in which we gave up
+            if (
+                not turn.cancel() and not turn.cancelled()
+            ):  # given to us in the very moment in which we gave up
                 self.give_back()
             raise
 
@@ -637,7 +641,7 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
 
 def _exchange(line: PGconn, statement: Statement) -> PQGen[Rows]:
     """All that a plain statement needs of the driver: its cursors read and write any value, and take twice as long for it."""
-    values = [None if value is None else value.encode() for value in statement.params]
+    values = [None if value is None else str(value).encode() for value in statement.params]
     line.send_query_params(statement.plain, values)
     result = (yield from generators.execute(line))[-1]
     if result.status != ExecStatus.TUPLES_OK:

@@ -36,6 +36,7 @@ FIRST_LOOK = 1.0
 
 _encoder = msgspec.json.Encoder()
 _UNSAID = (None,) * 7
+KEPT_OUT = "SW005"
 
 Answers = TypeVar("Answers", bound=Sized)
 
@@ -96,13 +97,24 @@ def enqueue_one(store: Protocol, job: NewJob[object]) -> Plan[Sent]:
     """Enqueue one job; without a document around it, if nothing is said of it that would not fit."""
     unusual = (job.delay, job.run_at, job.expires_in, job.expires_at, job.unique_key, job.tags, job.keep)
     if importing.unsent is not None or unusual != _UNSAID:
-        [sent] = yield from enqueue(store, [job])
+        try:
+            [sent] = yield from enqueue(store, [job])
+        except DatabaseError as error:
+            if error.sqlstate != KEPT_OUT:
+                raise
+            raise _kept_out(job) from None
         return sent
     rows = yield store.enqueue_one(job)
     made = rows[0]["value"]
     if made is None:
-        raise DatabaseError(f"a job of task {job.task!r} was kept out of the queue by a trigger")
+        raise _kept_out(job)
     return Sent(int(made), "created")
+
+
+def _kept_out(job: NewJob[object]) -> DatabaseError:
+    return DatabaseError(
+        f"a job of task {job.task!r} was kept out of the queue by a trigger", sqlstate=KEPT_OUT
+    )
 
 
 def enqueue_together(store: Protocol, jobs: Sequence[bytes], within: float) -> Plan[list[Sent]]:

@@ -286,8 +286,8 @@ class Protocol:
 
     def enqueue_one(self, job: NewJob[object]) -> Statement:
         """Enqueue one job that goes at once, and of which nothing is said but what tasks are declared with."""
-        priority = None if job.priority is None else str(job.priority)
-        max_attempts = None if job.max_attempts is None else str(job.max_attempts)
+        priority = None if job.priority is None else int(job.priority)
+        max_attempts = None if job.max_attempts is None else int(job.max_attempts)
         params = job.task, bytes(job.payload).decode(), job.queue, priority, max_attempts
         return Statement(
             _written(ENQUEUE_ONE, self.schema), params, plain=_numbered(ENQUEUE_ONE, self.schema)

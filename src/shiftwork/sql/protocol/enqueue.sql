@@ -5,11 +5,20 @@
 create or replace function shiftwork.enqueue_many(jobs jsonb)
 returns table (ordinal int, id bigint, outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+declare
+  made bigint;
 begin
   return query select * from shiftwork.enqueue_jobs(jobs, false);
+  get diagnostics made = row_count;
+  if made < jsonb_array_length(jobs) then
+    raise exception using errcode = 'SW005',
+      message = 'a trigger on jobs has kept some of these jobs out, and nobody can tell which; none of them was enqueued',
+      hint = 'Enqueue them one by one: each that is kept out is told of then.';
+  end if;
 end $$;
 
--- The same for workers, whose jobs may be spawned: these have a parent, which waits for them. Nobody else gives a job one.
+-- The same for workers, whose jobs may be spawned: these have a parent, which waits for them. Nobody else gives a job one. Ids are right only
+-- if no trigger keeps jobs out.
 create or replace function shiftwork.enqueue_jobs(jobs jsonb, spawned boolean)
 returns table (ordinal int, id bigint, outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
@@ -18,7 +27,6 @@ declare
   present constant timestamptz := shiftwork.clock();
   keyed boolean;
   others bigint[];
-  made bigint;
   wish record;
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
@@ -63,12 +71,6 @@ begin
     select fresh.id, row_number() over (order by fresh.id) as place from fresh        -- ids are given in the order of the rows
   )
   select coalesce(others[numbered.place], numbered.place)::int, numbered.id, 'created'::text from numbered;
-  get diagnostics made = row_count;
-  if made < (case when keyed then cardinality(others) else jsonb_array_length(jobs) end) then
-    raise exception using errcode = 'SW005',
-      message = 'a trigger on jobs has kept some of these jobs out, and nobody can tell which; none of them was enqueued',
-      hint = 'Enqueue them one by one: each that is kept out is told of then.';
-  end if;
   if shiftwork.is_declared('shiftwork.asleep_until') then
     perform shiftwork.wake(array(
       select distinct coalesce(one ->> 'queue', known.queue, 'default')
@@ -93,11 +95,12 @@ begin
   loop
     ordinal := wish.place;
     select kept.id, kept.outcome into id, outcome from shiftwork.enqueue_unique(wish.job) as kept;
+    continue when id is null;
     return next;
   end loop;
 end $$;
 
--- One job with a unique key: makes it, or does to the one that holds the key what the action says.
+-- One job with a unique key: makes it, or does to the one that holds the key what the action says. Null if a trigger keeps it out.
 create or replace function shiftwork.enqueue_unique(wish jsonb, out id bigint, out outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_column
@@ -109,6 +112,7 @@ declare
   action text;
   how constant jsonb := nullif(wish -> 'merge', 'null');
   since timestamptz;
+  tries int := 0;
 begin
   select * into known from shiftwork.tasks where name = wish ->> 'task';
   fresh.task := wish ->> 'task';
@@ -146,6 +150,12 @@ begin
   end if;
 
   loop
+    -- Whoever holds the key may end just when we look for him, but not a hundred times.
+    tries := tries + 1;
+    if tries > 100 then
+      return;
+    end if;
+
     -- Both rooms in one statement: a twin that is just finishing is seen in one of them. Others that look for this key
     -- within a window wait for the lock that enqueue_many holds.
     if since is not null then
