@@ -310,6 +310,13 @@ def test_the_callers_own_retries_see_the_drivers_errors(app: App, dsn: str, conn
                 task.using(connection=own).enqueue("Ada")
 
 
+def test_a_text_that_ends_early_for_the_server_is_refused_and_not_cut_off(app: App) -> None:
+    cut_off = msgspec.structs.replace(declare(app).greet.job("Ada"), queue="ma\0il")
+    with pytest.raises(InvalidArgument, match="NUL"):
+        app.client.perform(operations.enqueue_one(app.client.store, cut_off))
+    assert app.jobs() == []
+
+
 class Urgency(int, Enum):
     HIGH = -5
 
@@ -852,6 +859,13 @@ async def test_a_caller_that_gives_up_leaves_nothing_behind(dsn: str, connection
                 stuck.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await stuck
+            stuck = asyncio.create_task(task.aenqueue("Ada"))
+            await asyncio.to_thread(until, lambda: is_stuck(connection))
+            stuck.cancel()
+            await asyncio.sleep(0)
+            stuck.cancel()  # and again, while the statement is being cancelled
+            with pytest.raises(asyncio.CancelledError):
+                await stuck
         assert (await task.aenqueue("Bob")).outcome == "created"
         assert [job.payload for job in await app.ajobs()] == [{"name": "Bob"}]
         assert backends(connection, "application_name = 'shiftwork client'") == 1
@@ -919,6 +933,21 @@ def test_waiting_for_a_free_connection_ends_with_a_clear_error(dsn: str) -> None
                 task.enqueue("Bob")
 
         assert len(app.enqueue_many(jobs())) == 1
+
+
+async def test_a_place_for_a_connection_is_not_lost_with_one_that_could_not_be_made(
+    dsn: str, connection: Connection
+) -> None:
+    async with App(dsn, max_connections=1) as app:
+        [row] = connection.execute("select current_database() as name").fetchall()
+        barring = sql.SQL("alter database {} allow_connections {}")
+        with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as other:
+            other.execute(barring.format(sql.Identifier(row["name"]), sql.SQL("false")))
+            for _ in range(3):
+                with pytest.raises(DatabaseUnavailable, match="not currently accepting"):
+                    await app.acounts()
+            other.execute(barring.format(sql.Identifier(row["name"]), sql.SQL("true")))
+        assert (await app.acounts())[State.READY] == 0
 
 
 async def test_awaiting_a_free_connection_ends_with_a_clear_error(dsn: str) -> None:

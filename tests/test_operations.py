@@ -80,6 +80,20 @@ def test_jobs_are_read_only_as_far_as_they_are_sent() -> None:
     plan.close()
 
 
+def test_who_sends_many_apart_is_told_how_many_are_in_whatever_keeps_out_the_rest() -> None:
+    refusals = [DatabaseError("no", sqlstate="SW005"), DatabaseUnavailable("gone", maybe_committed=False)]
+    for refusal in refusals:
+        plan = operations.enqueue(STORE, [a_job()] * 1_001, apart=True)
+        next(plan)
+        plan.send([{"ordinal": n + 1, "id": n, "outcome": "created"} for n in range(1_000)])
+        with pytest.raises(
+            DatabaseError, match=r"the first 1,000 jobs were committed; then: (no|gone)"
+        ) as told:
+            plan.throw(refusal)
+        assert told.value is refusal
+        assert getattr(refusal, "maybe_committed", True)
+
+
 def test_only_what_was_chosen_is_sent() -> None:
     chosen = a_job(b'{"n":1}', priority=-5, tags=["a"])
     statement = next(operations.enqueue(STORE, [chosen, chosen]))

@@ -16,6 +16,7 @@ WAYS: dict[str, Any] = {
     "batch": 'select {}.enqueue_many(\'[{{"task": "t", "queue": "mail"}}]\')',
     "keyed": "select {}.enqueue('t', queue => 'mail', unique_key => 'k')",
     "function": "select {}.enqueue('t', queue => 'mail')",
+    "one": "select {}.enqueue_one('t', '{{}}', 'mail', null, null)",
     "insert": "insert into {}.jobs (task, queue) values ('t', 'mail')",
 }
 
@@ -85,6 +86,7 @@ def test_the_queue_that_the_registry_names_is_woken(protocol: Protocol, ear: Lis
         'select {}.enqueue_many(\'[{{"task": "t"}}]\')',
         "select {}.enqueue('t')",
         "select {}.enqueue('t', '{{}}')",
+        "select {}.enqueue_one('t', '{{}}', null, null, null)",
         "insert into {}.jobs (task) values ('t')",
     ]
     for text in ways:

@@ -642,6 +642,8 @@ def executing(connection: Connection[Any], schema: str, *, lent: bool) -> Execut
 def _exchange(line: PGconn, statement: Statement) -> PQGen[Rows]:
     """All that a plain statement needs of the driver: its cursors read and write any value, and take twice as long for it."""
     values = [None if value is None else str(value).encode() for value in statement.params]
+    if any(value is not None and 0 in value for value in values):
+        raise psycopg.DataError("a text holds a NUL character")  # where it would end, unnoticed
     line.send_query_params(statement.plain, values)
     result = (yield from generators.execute(line))[-1]
     if result.status != ExecStatus.TUPLES_OK:

@@ -23,6 +23,7 @@ from shiftwork.errors import (
     InvalidArgument,
     PayloadTooLarge,
     ResultTimeout,
+    ShiftworkError,
     UnknownJob,
 )
 from shiftwork.job import POSTGRES_EPOCH, Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
@@ -78,14 +79,12 @@ def enqueue(store: Protocol, jobs: Iterable[NewJob[object]], *, apart: bool = Fa
     for document, number in _documents(jobs):
         try:
             rows = yield store.enqueue(document)
-        except DatabaseUnavailable as error:
-            if not (apart and sent):
-                raise
-            raise DatabaseUnavailable(
-                f"the first {len(sent):,} jobs were committed; then: {error}",
-                maybe_committed=True,
-                sqlstate=error.sqlstate,
-            ) from error
+        except ShiftworkError as error:
+            if apart and sent:
+                error.args = (f"the first {len(sent):,} jobs were committed; then: {error}",)
+                if isinstance(error, DatabaseUnavailable):
+                    error.maybe_committed = True
+            raise
         answers: list[Sent | None] = [None] * number
         for row in rows:
             answers[row["ordinal"] - 1] = Sent(row["id"], row["outcome"])

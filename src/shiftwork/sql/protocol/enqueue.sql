@@ -12,8 +12,9 @@ begin
   get diagnostics made = row_count;
   if made < jsonb_array_length(jobs) then
     raise exception using errcode = 'SW005',
-      message = 'a trigger on jobs has kept some of these jobs out, and nobody can tell which; none of them was enqueued',
-      hint = 'Enqueue them one by one: each that is kept out is told of then.';
+      message = format('a trigger on jobs has kept %s of these %s jobs out, and nobody can tell which: none of the %2$s was enqueued',
+                       jsonb_array_length(jobs) - made, jsonb_array_length(jobs)),
+      hint = 'Enqueue these one by one: each that is kept out is told of then.';
   end if;
 end $$;
 
