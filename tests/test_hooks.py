@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from psycopg import sql
 
-from shiftwork import App, Context, Job
+from shiftwork import App, Context, Job, Retry
 from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookFailed, JobBegan, JobEnded, JobPassedBy
+from shiftwork.worker import attempt, hooks
 from shiftwork.worker.hooks import Round
 from tests.harness import Protocol
 from tests.workshop import Latch, Workshop
@@ -385,21 +386,33 @@ async def test_several_hooks_run_in_order_whether_they_wait_or_fail(app: App) ->
         told.append("waiting")
         raise LookupError("after a while")
 
-    hooks: list[Any] = [plain, at_once, failing, future, waiting, plain, at_once]
+    async def cancelled(job: Job, failure: str | None = None) -> None:
+        await asyncio.sleep(0)
+        told.append("cancelled")
+        raise asyncio.CancelledError("by itself")
+
+    hooks: list[Any] = [plain, at_once, failing, future, waiting, failing, cancelled, plain, at_once]
     for hook in hooks:
         app.before_job(hook)
         app.after_job(hook)
-    around = ["plain", "at once", "failing", "future", "waiting", "plain", "at once"]
+    around = ["plain", "at once", "failing", "future", "waiting", "failing", "cancelled", "plain", "at once"]
     async with app, Workshop(app, concurrency=1) as shop:
         jobs = [await work.aenqueue() for _ in range(3)]
         await shop.ended(*jobs, state="completed")
         assert told == [*around, "work", *around] * 3
         assert [event.error for event in shop.seen(HookFailed)] == [
-            *("CancelledError: ", "LookupError: after a while"),
+            *(
+                "CancelledError: ",
+                "LookupError: after a while",
+                "CancelledError: ",
+                "CancelledError: by itself",
+            ),
         ] * 6
 
 
-@pytest.mark.parametrize("how", ["waits", "fails at once", "fails after a while", "gives a future"])
+@pytest.mark.parametrize(
+    "how", ["waits", "fails at once", "fails after a while", "is cancelled after a while", "gives a future"]
+)
 async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App, how: str) -> None:
     # spec: SG-3, D-29
     told: list[str] = []
@@ -415,6 +428,8 @@ async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App,
         told.append("hook")
         if how == "fails after a while":
             raise LookupError(how)
+        if how == "is cancelled after a while":
+            raise asyncio.CancelledError(how)
 
     def future(job: Job, failure: str | None = None) -> asyncio.Future[None]:
         return asyncio.ensure_future(hook(job))
@@ -429,7 +444,7 @@ async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App,
             "before_job": 3,
             "after_job": 3,
         }
-        assert len(shop.seen(HookFailed)) == (6 if "fails" in how else 0)
+        assert len(shop.seen(HookFailed)) == (6 if "fails" in how or "cancelled" in how else 0)
     assert told == (["work"] if how == "fails at once" else ["hook", "work", "hook"]) * 3
 
 
@@ -457,3 +472,80 @@ async def test_hooks_see_the_job_as_its_handler_does(app: App) -> None:
     assert dataclasses.replace(hooked, priority=4).priority == 4
     with pytest.raises(AttributeError, match="no 'colour'"):
         hooked.colour  # type: ignore[attr-defined]  # noqa: B018
+
+
+class Wordless(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+@pytest.mark.parametrize("who", ["before", "after", "handler"])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_error_that_cannot_say_what_it_is_costs_what_others_cost(
+    app: App, who: str, *, waits: bool
+) -> None:
+    # spec: D-29
+    failures: list[str | None] = []
+
+    async def fail(here: str) -> None:
+        if waits:
+            await asyncio.sleep(0)
+        if who == here:
+            raise Wordless
+
+    @app.task(retry=Retry(max_attempts=1))
+    async def work() -> None:
+        await fail("handler")
+
+    @app.before_job
+    async def before(job: Job) -> None:
+        await fail("before")
+
+    @app.after_job
+    async def after(job: Job, failure: str | None) -> None:
+        failures.append(failure)
+        await fail("after")
+
+    async with app, Workshop(app, concurrency=1) as shop:
+        jobs = [await work.aenqueue() for _ in range(3)]
+        await shop.ended(*jobs, state="failed" if who == "handler" else "completed")
+        told = [event.error for event in shop.seen(HookFailed)]
+    unreadable = "Wordless (its message cannot be read)"
+    assert told == ([] if who == "handler" else [unreadable] * 3)
+    assert failures == ([unreadable] * 3 if who == "handler" else [None] * 3)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_hooks_are_no_part_of_how_long_a_handler_took(
+    app: App, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    now = 0.0
+    for module in (attempt, hooks):
+        monkeypatch.setattr(module, "clock", lambda: now)
+
+    async def spend(seconds: float, *, wait: bool) -> None:
+        nonlocal now
+        if wait:
+            await asyncio.sleep(0)
+        now += seconds
+
+    @app.task
+    async def work(*, wait: bool) -> None:
+        await spend(1, wait=wait)
+
+    @app.before_job
+    async def before(job: Job) -> None:
+        await spend(10, wait=waits)
+
+    @app.after_job
+    async def after(job: Job, failure: str | None) -> None:
+        await spend(100, wait=waits)
+
+    async with app, Workshop(app, concurrency=1) as shop:
+        jobs = [await work.aenqueue(wait=wait) for wait in (False, True)]
+        await shop.ended(*jobs, state="completed")
+        assert [event.seconds for event in shop.seen(JobEnded)] == [1, 1]
+        assert {kind: durations.total for kind, durations in shop.worker._attempts.hook_times.items()} == {
+            "before_job": 20,
+            "after_job": 200,
+        }

@@ -129,6 +129,14 @@ def describe(error: BaseException, code: str | None = None) -> dict[str, str]:
     }
 
 
+def in_a_line(error: BaseException) -> str:
+    """What an error is called and says, whatever its own words do."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  -- as below
+        return _message(error)
+
+
 def _message(error: BaseException) -> str:
     try:
         message = str(error)

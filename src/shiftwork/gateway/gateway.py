@@ -53,7 +53,7 @@ from shiftwork.gateway.tokens import OfJob, OfWorker, Seal, check_secret
 from shiftwork.job import Job, State, Taken, check_name
 from shiftwork.logs import Telling
 from shiftwork.operations import Pulse
-from shiftwork.outcome import Outcome, Raised, Returned, decide
+from shiftwork.outcome import Outcome, Raised, Returned, decide, in_a_line
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.stores.table import Table
@@ -289,7 +289,7 @@ class Gateway:
         except InvalidArgument as error:
             raise UnfitArguments(str(error)) from None
         except Exception as error:
-            failed = f"{type(error).__name__}: {error}"
+            failed = in_a_line(error)
             raise UnfitArguments(f"its payload cannot be transformed: {failed}") from error
         timeout = (None if task is None else task.timeout) or self._timeout
         return {

@@ -36,7 +36,7 @@ from shiftwork.errors import (
     UnknownHandler,
 )
 from shiftwork.job import Claimed, Job, State, new, sow
-from shiftwork.outcome import Outcome, Raised, Returned, completed, decide, done
+from shiftwork.outcome import Outcome, Raised, Returned, completed, decide, done, in_a_line
 from shiftwork.retry import Retry
 from shiftwork.settings import Settings
 from shiftwork.stores.store import Store
@@ -120,8 +120,8 @@ class Attempts:
         self._processes = processes
         self.hooked = bool(hooks.before_job or hooks.after_job)
         self._publish = publish
-        self._before = Around("before_job", hooks.before_job, self._hook_failed)
-        self._after = Around("after_job", hooks.after_job, self._hook_failed)
+        self._before = Around("before_job", hooks.before_job, self._hook_failed, self._is_stopped)
+        self._after = Around("after_job", hooks.after_job, self._hook_failed, self._is_stopped)
         self.hook_times = {around.kind: around.took for around in (self._before, self._after)}
         """How long those before and after each job took, kept here and not told: they are as many as jobs."""
 
@@ -224,7 +224,7 @@ class Attempts:
                 if fresh:
                     if self._told_beginnings:
                         self._began(run)
-                    run.began = time.perf_counter()
+                    run.began = clock()
                 if between is not None:
                     ending = await between
                 elif self.hooked:
@@ -232,7 +232,7 @@ class Attempts:
                     ending = await self._between_hooks(run, job, self._before.tell(run.began, job))
                 else:
                     ending = await self._called(run, begun)
-                run.took = time.perf_counter() - run.began
+                    run.took = clock() - run.began
                 if run.ended:
                     return  # the worker stopped without waiting for it
         except Exception as error:  # noqa: BLE001  -- a fault of ours costs this attempt, and not the slot
@@ -294,12 +294,14 @@ class Attempts:
             if before is not None:
                 await before
             if begun is None:
-                run.began = time.perf_counter()
+                run.began = clock()
             ending = await self._called(run, begun)
         except BaseException as error:  # noqa: BLE001  -- told to stop while a hook waited
             ending = self._raised(run, error)
         finally:
-            after = self._after.tell(clock(), job, _failure(ending))
+            ended = clock()
+            run.took = ended - run.began  # without the hooks that come now
+            after = self._after.tell(ended, job, _failure(ending))
             if after is not None:
                 await self._after_hooks(run, after, ending)
         return ending
@@ -319,7 +321,7 @@ class Attempts:
         self._after.count()
 
     def _hook_failed(self, run: Run, kind: str, error: BaseException) -> None:
-        failed = f"{type(error).__name__}: {error}"
+        failed = in_a_line(error)
         self._settling.log(run, "warning", f"{kind} failed: {failed}")
         self._publish(events.HookFailed(kind, run.id, run.name, run.queue, run.attempt, failed))
 
@@ -467,6 +469,10 @@ class Attempts:
     async def _reached(self, point: str) -> None:
         if self._at and (held := self._at(point)) is not None:
             await held
+
+    def _is_stopped(self, run: Run) -> bool:
+        """Whether who finds himself cancelled was cancelled by us: with his job, or with the slot."""
+        return run.stop is not None or self._closing()
 
     def _raised(self, run: Run, error: BaseException) -> Raised:
         if isinstance(error, asyncio.CancelledError) and run.stop is None and self._closing():
@@ -697,7 +703,7 @@ def _failure(ending: Fate) -> str | None:
     """Why an attempt did not succeed, in a line, or None if it did."""
     match ending:
         case Raised(error):
-            return f"{type(error).__name__}: {error}"
+            return in_a_line(error)
         case Written(outcome) if outcome.error is not None:
             return f"{outcome.error.get('code')}: {outcome.error.get('message')}"
         case After():

@@ -7,6 +7,7 @@ warnings on the job, and those that come after it always run.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 import types
@@ -22,7 +23,7 @@ from shiftwork import events
 from shiftwork.errors import InvalidArgument
 from shiftwork.events import Event
 from shiftwork.job import Job, seed_of
-from shiftwork.outcome import Returned
+from shiftwork.outcome import Returned, in_a_line
 from shiftwork.worker.line import Patience
 from shiftwork.worker.metrics import QUICK, Durations
 from shiftwork.worker.run import Run
@@ -143,10 +144,13 @@ class Around:
         kind: str,
         hooks: Sequence[Callable[..., Any]],
         failed: Callable[[Run, str, BaseException], None],
+        stopped: Callable[[Run], bool],
     ) -> None:
+        """`failed` is told of those that do; `stopped` says whether who finds himself cancelled was told to stop with his job."""
         self.kind = kind
         self._hooks = tuple(hooks)
         self._failed = failed
+        self._stopped = stopped
         self.call = _alone(self._hooks) or self._call_in_turn
         """Calls them; gives what is to be awaited, if anything is."""
 
@@ -183,6 +187,17 @@ class Around:
         self._renew()
         self._failed(seed_of(job), self.kind, error)
 
+    async def _forgiven(self, job: Job, waiting: Awaitable[None]) -> None:
+        """Wait for a hook, which may fail; what it finds cancelled is its own affair, unless it is told to stop itself."""
+        try:
+            await waiting
+        except asyncio.CancelledError as error:
+            if self._stopped(seed_of(job)):
+                raise
+            self.failed(job, error)
+        except Exception as error:  # noqa: BLE001  -- it is not ours
+            self.failed(job, error)
+
     def count(self) -> None:
         """Some jobs have ended: count how long the hooks around them took."""
         if self._hooks:
@@ -190,21 +205,19 @@ class Around:
         self.fresh.clear()
 
     def _waiting(self, answer: Any) -> Waiting | None:  # noqa: ANN401
-        if self.steps.gi_yieldfrom is None:  # its first step is not taken yet
+        steps = self.steps
+        if steps.gi_yieldfrom is None:  # its first step is not taken yet
             if not inspect.isawaitable(answer):
                 return None
-            answer = self.steps.send(answer if type(answer) is CoroutineType else _awaiting(answer))
+            answer = steps.send(answer if type(answer) is CoroutineType else _awaiting(answer))
             if answer is TOLD:
                 return None
-        waiting = Waiting(self.steps, answer, directly)
+        waiting = Waiting(steps, answer, directly)
         self._renew()
         return waiting
 
     async def _awaited(self, job: Job, began: float, waiting: Awaitable[None]) -> None:
-        try:
-            await waiting
-        except Exception as error:  # noqa: BLE001  -- it is not ours
-            self.failed(job, error)
+        await self._forgiven(job, waiting)
         self.took.add(clock() - began)
 
     def _call_in_turn(self, *given: Any) -> Coroutine[Any, Any, None] | None:  # noqa: ANN401
@@ -225,15 +238,9 @@ class Around:
         hooks: Iterator[Callable[..., Any]],
         *given: Any,  # noqa: ANN401
     ) -> None:
-        try:
-            await waiting
-        except Exception as error:  # noqa: BLE001  -- it is not ours
-            self.failed(given[0], error)
+        await self._forgiven(given[0], waiting)
         for hook in hooks:
-            try:
-                await call(hook, *given)
-            except Exception as error:  # noqa: BLE001  -- it is not ours
-                self.failed(given[0], error)
+            await self._forgiven(given[0], call(hook, *given))
 
 
 async def _awaiting(answer: Awaitable[Any]) -> None:
@@ -291,7 +298,7 @@ class Asking:
         """A hook has, or what it requires cannot be asked; says how long to wait."""
         if not self._failing:
             self._failing = True
-            self._publish(events.ClaimHookFailed(f"{type(error).__name__}: {error}"))
+            self._publish(events.ClaimHookFailed(in_a_line(error)))
         return self._patience()
 
     def worked(self, unanswered: Sequence[int] = ()) -> None:
