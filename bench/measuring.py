@@ -59,22 +59,22 @@ class Bench:
         ours: Callable[[], float],
         theirs: Callable[[], float],
         rate: str,
-        tries: int = 1,
+        slices: int = 1,
     ) -> None:
         """Alternate the two, and print the median of the ratios of their rates.
 
-        With several tries, which alternate as well, the best of each counts: whoever else uses the machine can only slow
-        them down, and has done so by half within seconds.
+        In several slices each, which alternate as well and of which the mean counts: whoever else uses the machine slows it down by half
+        within seconds, and then both of them.
         """
         ratios, mine, others = [], [], []
         for turn in range(PAIRS):
             both = [ours, theirs] if turn % 2 else [theirs, ours]
-            rates = dict.fromkeys(both, 0.0)
-            for measure in both * tries:
-                rates[measure] = max(rates[measure], measure())
-            mine.append(rates[ours])
-            others.append(rates[theirs])
-            ratios.append(rates[ours] / rates[theirs])
+            taken: dict[Callable[[], float], list[float]] = {ours: [], theirs: []}
+            for measure in both * slices:
+                taken[measure].append(measure())
+            mine.append(statistics.harmonic_mean(taken[ours]))
+            others.append(statistics.harmonic_mean(taken[theirs]))
+            ratios.append(mine[-1] / others[-1])
         self.tell(
             name, goal, ratios, f"{statistics.median(mine):,.0f} to {statistics.median(others):,.0f} {rate}"
         )
