@@ -859,16 +859,16 @@ async def test_a_caller_that_gives_up_leaves_nothing_behind(dsn: str, connection
                 stuck.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await stuck
-            stuck = asyncio.create_task(task.aenqueue("Ada"))
+            stuck = asyncio.create_task(task.aenqueue("Cy"))
             await asyncio.to_thread(until, lambda: is_stuck(connection))
             stuck.cancel()
             await asyncio.sleep(0)
-            stuck.cancel()  # and again, while the statement is being cancelled
+            stuck.cancel()  # and again, while the statement is being cancelled: it may be carried out then
             with pytest.raises(asyncio.CancelledError):
                 await stuck
         assert (await task.aenqueue("Bob")).outcome == "created"
-        assert [job.payload for job in await app.ajobs()] == [{"name": "Bob"}]
-        assert backends(connection, "application_name = 'shiftwork client'") == 1
+        assert {job.payload["name"] for job in await app.ajobs()} in ({"Bob"}, {"Bob", "Cy"})
+        until(lambda: backends(connection, "application_name = 'shiftwork client'") == 1)
 
 
 def test_a_commit_that_is_not_answered_may_have_happened(app: App, connection: Connection) -> None:

@@ -356,6 +356,11 @@ def test_whatever_is_lost_on_the_way_every_job_ends_once(protocol: Protocol, app
                 worker = worker.remote.register()
 
     with made(dsn) as twin, Remote(app) as one, Remote(twin) as two:
+        # The same job may meet with three who are never heard of again, since it goes back to the front, and would have failed.
+        protocol.rows(
+            "insert into {}.tasks (name, max_resets) values ('greet', 100)"
+            " on conflict (name) do update set max_resets = 100"
+        )
         threads = [
             threading.Thread(target=work, args=(remote.register(), [chance.random() for _ in range(20)]))
             for remote in (one, two, one, two)
@@ -367,7 +372,7 @@ def test_whatever_is_lost_on_the_way_every_job_ends_once(protocol: Protocol, app
         while protocol.value("select exists (select from {}.jobs)"):
             work(one.register(), [])
     rows = protocol.rows("select id, state, result, resets from {}.history")
-    assert {row["id"] for row in rows if row["state"] == "completed"} == jobs
+    assert {row["id"]: row["state"] for row in rows} == dict.fromkeys(jobs, "completed")
     assert all(accepted[row["id"]] == {row["result"]} for row in rows)
     assert any(row["resets"] for row in rows)
 
