@@ -243,9 +243,7 @@ def _conninfo(dsn: str, settings: Settings, name: str | None) -> str:
         "keepalives_count": 3,
         "tcp_user_timeout": 30_000,
     }
-    given["client_encoding"] = (
-        "utf8"  # as we write and read; what a program's own connections have is its own affair
-    )
+    given["client_encoding"] = "utf8"  # as we write and read, whatever the connection string says
     if name is not None:
         given["application_name"] = name
         patience = settings.answer_within.total_seconds()  # a half-open line is noticed within this
@@ -565,10 +563,8 @@ class _Shelf:
         try:
             await turn
         except BaseException:
-            if (
-                not turn.cancel() and not turn.cancelled()
-            ):  # given to us in the very moment in which we gave up
-                self.give_back()
+            if not turn.cancel() and not turn.cancelled():
+                self.give_back()  # it was given to us in the very moment in which we gave up
             raise
 
     def give_back(self) -> None:
