@@ -29,9 +29,12 @@ from shiftwork.worker.worker import Worker
 from tests.crew import app
 
 HARMS = ("die", "raise", "sleep", "drop")
-LEASE = 0.5
+LEASE = 1.0
 AT_ONCE = 12
-PATIENCE = 20.0
+WHILE = 30.0
+"""Seconds in which a worker comes to its point; beside other tests it may lose its lease a few times before."""
+
+PATIENCE = 2 * WHILE
 """Seconds after which a worker that goes on is taken for one that hangs."""
 
 ENDED, HURT = 0, 10
@@ -121,7 +124,7 @@ async def work(harm: Harm, queue: str) -> None:
         reconnect=timedelta(milliseconds=100),
         reconnect_most=timedelta(milliseconds=500),
         grace=timedelta(seconds=1),
-        max_time=timedelta(seconds=5),
+        max_time=timedelta(seconds=WHILE),
     )
     harm.worker._at = harm.reached
     psycopg.AsyncCursor.execute = harm.around(psycopg.AsyncCursor.execute)  # type: ignore[assignment, method-assign]
