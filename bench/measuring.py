@@ -105,7 +105,7 @@ def drain_floor(connection: psycopg.Connection[Any]) -> None:
 
 
 CLAIM = """
-select id, task, payload, attempt, queue, priority, (extract(epoch from run_at) * 1000000)::bigint
+select id, task, payload, attempt, queue, priority, (date_part('epoch', run_at) * 1000000)::bigint
   from shiftwork.take(%s)
 """
 
@@ -143,17 +143,31 @@ def drain(
             *busy,
             *({"id": row[0], "attempt": row[3], "state": "completed", "result": None} for row in rows),
         ]
-        request = {"worker": worker, "outcomes": outcomes}
+        request = {"worker": worker, "carrying": False, "brief": True, "outcomes": outcomes}  # as workers ask
         answers = connection.execute(settle, (encode(request).decode(),)).fetchall()
         again = {job for job, answer in answers if answer == "busy"}
         busy = [outcome for outcome in outcomes if outcome["id"] in again]
         done(len(outcomes) - len(busy))
 
 
-def rate(bench: Bench, connections: int, jobs: int, loop: Callable[[psycopg.Connection[Any]], None]) -> float:
-    """Jobs per second when so many connections run the loop until nothing is left."""
+def rate(
+    bench: Bench,
+    connections: int,
+    jobs: int,
+    loop: Callable[[psycopg.Connection[Any]], None],
+    fill: Callable[[int], None] | None = None,
+) -> float:
+    """Jobs per second when so many connections run the loop until nothing is left.
+
+    With `fill` each has emptied a queue before: functions are compiled once in a session, which a worker keeps all day.
+    """
     with contextlib.ExitStack() as stack:
         lent = [stack.enter_context(bench.connect()) for _ in range(connections)]
+        if fill is not None:
+            for connection in lent:
+                fill(2 * BATCH)
+                loop(connection)
+            fill(jobs)
         threads = [threading.Thread(target=loop, args=(connection,)) for connection in lent]
         began = time.perf_counter()
         for thread in threads:
@@ -189,13 +203,17 @@ def fill_floor(bench: Bench, jobs: int) -> None:
 
 
 def drained(bench: Bench, connections: int, jobs: int, schema: str = "shiftwork") -> float:
-    fill(bench, jobs, schema)
-    return rate(bench, connections, jobs, lambda connection: drain(connection, schema))
+    return rate(
+        bench,
+        connections,
+        jobs,
+        lambda connection: drain(connection, schema),
+        lambda many: fill(bench, many, schema),
+    )
 
 
 def drained_floor(bench: Bench, connections: int, jobs: int) -> float:
-    fill_floor(bench, jobs)
-    return rate(bench, connections, jobs, drain_floor)
+    return rate(bench, connections, jobs, drain_floor, lambda many: fill_floor(bench, many))
 
 
 def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -> float:

@@ -34,6 +34,7 @@ def claim(bench: Bench) -> None:
             lambda n=connections: drained(bench, n, jobs),  # type: ignore[misc]
             lambda n=connections: drained_floor(bench, n, jobs),  # type: ignore[misc]
             "jobs/s",
+            slices=4,
         )
 
 

@@ -26,12 +26,11 @@ from bench.measuring import (
     PAIRS,
     Bench,
     clear,
-    drain_floor,
+    drained_floor,
     fill_floor,
     installed,
     on_its_loop,
     pgbench,
-    rate,
     sql,
 )
 from shiftwork import App
@@ -122,11 +121,6 @@ def drained(bench: Bench, jobs: int, task: str = "nothing", processes: int = 1, 
         return jobs / let_go(bench)[0]
 
 
-def drained_floor(bench: Bench, jobs: int, connections: int = 1) -> float:
-    fill_floor(bench, jobs)
-    return rate(bench, connections, jobs, drain_floor)
-
-
 # What is measured.
 
 
@@ -137,7 +131,7 @@ def drain(bench: Bench) -> None:
         "one worker process, against the floor of one connection",
         0.8,
         lambda: drained(bench, jobs),
-        lambda: drained_floor(bench, jobs),
+        lambda: drained_floor(bench, 1, jobs),
         "jobs/s",
     )
 
@@ -149,7 +143,7 @@ def processes(bench: Bench) -> None:
         "two worker processes, against the floor of two connections",
         0.7,
         lambda: drained(bench, jobs, processes=2),
-        lambda: drained_floor(bench, jobs, 2),
+        lambda: drained_floor(bench, 2, jobs),
         "jobs/s",
     )
 
@@ -161,7 +155,7 @@ def threads(bench: Bench) -> None:
         "thread executor, against the floor of one connection",
         0.25,
         lambda: drained(bench, jobs, "nothing_in_a_thread", concurrency=100),
-        lambda: drained_floor(bench, jobs),
+        lambda: drained_floor(bench, 1, jobs),
         "jobs/s",
     )
 

@@ -95,7 +95,6 @@ INNER = {
     "told",
     "try_gather",
     "unheld_answer",
-    "unsettled_answer",
     "wake",
     "why_lost",
     "will_pass",

@@ -324,3 +324,26 @@ def test_the_end_of_a_child_reads_few_jobs_even_if_there_were_none_when_its_plan
         protocol.enqueue_many({"task": "other", "queue": "other"} for _ in range(5000))
         assert rows(third) < 100
         assert found.rows("select {}.complete(%s)", fourth[0]) < 100
+
+
+@pytest.mark.parametrize("verb", ["select * from {}.settle(%s)", "select * from {}.release(%s)"])
+def test_what_others_have_locked_is_told_without_reading_all_that_the_worker_holds(
+    server: str, template: str, verb: LiteralString
+) -> None:
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+        psycopg.connect(dsn) as other,
+    ):
+        protocol = Protocol(connection)
+        worker = protocol.register(lease=3600)
+        protocol.enqueue_many({"task": "greet"} for _ in range(2 * BATCH))
+        # None is running by now: a plan takes that for the way to find one.
+        connection.execute("analyze shiftwork.jobs")
+        found = Scene(protocol, worker, worker, protocol.claim(worker, want=2 * BATCH).held, [])
+        other.execute("select from shiftwork.jobs for update")
+        outcomes = [{"id": job, "attempt": attempt, "state": "completed"} for job, attempt in found.held]
+        request = {"worker": worker, "outcomes": outcomes, "held": found.held}
+        answers = protocol.rows(verb, json.dumps(request))
+        assert [row["answer"] for row in answers] == ["busy"] * len(outcomes)
+        assert found.rows(verb, request) <= 3 * len(outcomes)

@@ -78,7 +78,7 @@ grant execute on function
   shiftwork.pick(text, bigint, timestamptz, bigint, bigint, int, int, text[], text[], text[], text[], int[], boolean),
   shiftwork.answerable(text, bigint, timestamptz, bigint, bigint, int, text[], text[], bigint[]),
   shiftwork.return_permits(bigint[]), shiftwork.mend_permits(), shiftwork.declare_limits(jsonb), shiftwork.start(jsonb), shiftwork.settle(jsonb),
-  shiftwork.told(jsonb), shiftwork.unsettled_answer(bigint, bigint, int, text), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
+  shiftwork.told(jsonb), shiftwork.release(jsonb), shiftwork.lock_held(jsonb),
   shiftwork.unheld_answer(jsonb, bigint, int), shiftwork.give_back(bigint[]), shiftwork.heartbeat(jsonb), shiftwork.why_lost(bigint[]), shiftwork.register_worker(jsonb),
   shiftwork.leave(bigint), shiftwork.lease_of(jsonb), shiftwork.holds(jsonb), shiftwork.reap(bigint, int, boolean), shiftwork.take_back(bigint[], jsonb),
   shiftwork.end_sessions(bigint[]), shiftwork.report(jsonb), shiftwork.declare_tasks(jsonb), shiftwork.conclude(jsonb),

@@ -52,7 +52,7 @@ language sql stable as $$
   select case when exists (
     select from shiftwork.jobs as held
      where held.id = unheld_answer.job and held.attempt = unheld_answer.attempt
-       and held.worker = (request ->> 'worker')::bigint and held.state = 'running') then 'busy' else 'lost' end
+       and held.worker = (request ->> 'worker')::bigint and (held.state = 'running') is true) then 'busy' else 'lost' end
 $$;
 
 -- Back to ready, or to cancelled where that was asked for; the caller has locked the jobs. Says which were cancelled.
