@@ -275,6 +275,74 @@ async def test_jobs_that_end_meanwhile_do_not_use_up_the_tries(dsn: str) -> None
             await works(shop)
 
 
+async def test_a_part_that_went_later_and_is_back_sooner_is_reason_to_try_again(dsn: str) -> None:
+    # spec: HO-26
+    with Wire(dsn) as wire:
+        app, latch = working(wire.dsn), Latch()
+
+        @app.task
+        async def held() -> None:
+            await latch.hold()
+
+        later = timedelta(minutes=5)
+        async with (
+            app,
+            Workshop(app, **{**QUICK, "reconnect": timedelta(minutes=1), "reconnect_most": later}) as shop,
+        ):
+            job = await held.aenqueue()
+            await latch.reached()
+            await shop.asleep()
+            wire.refuse()
+            shop.worker._wake()
+            await shop.event(DatabaseAway, part="claiming")
+            latch.release()
+            await shop.event(DatabaseAway, part="settling")
+            wire.accept()
+            await shop.ended(job.id, state="completed")
+            await over(shop)
+            await works(shop)
+
+
+async def test_what_handlers_say_and_cannot_be_written_is_no_outage_that_ends_and_begins_anew(
+    dsn: str, protocol: Protocol
+) -> None:
+    app, more = working(dsn), asyncio.Queue[None]()
+
+    @app.task
+    async def talking(context: Context) -> None:
+        for number in range(4):
+            context.log.info("%s", number)
+            await more.get()
+
+    protocol.connection.execute(
+        """create sequence public.calls;
+           alter function shiftwork.report(jsonb) rename to report_kept;
+           create function shiftwork.report(jsonb) returns jsonb language plpgsql as
+             $$ begin perform nextval('public.calls'); raise 'not now'; end $$"""
+    )
+
+    async def asked(times: int) -> None:
+        while protocol.value("select is_called and last_value >= %s from public.calls", times) is not True:
+            await asyncio.sleep(0.01)  # nothing is said of it
+
+    async with app, Workshop(app, **QUICK) as shop:
+        job = await talking.aenqueue()
+        for times in (1, 2):
+            await asked(times)
+            more.put_nowait(None)
+        await asked(3)
+        assert len(shop.seen(DatabaseAway, part="settling")) == 1
+        assert not shop.seen(DatabaseBack)
+        protocol.connection.execute(
+            """drop function shiftwork.report(jsonb);
+               alter function shiftwork.report_kept(jsonb) rename to report"""
+        )
+        more.put_nowait(None)
+        await over(shop, "settling")
+        more.put_nowait(None)
+        await shop.ended(job.id, state="completed")
+
+
 @pytest.mark.parametrize("said", [".take(", ".sleep(", ".settle("])
 @pytest.mark.usefixtures("impatient")
 async def test_a_line_that_is_half_open_is_noticed_and_replaced(

@@ -153,11 +153,11 @@ class Settling:
                 await asyncio.sleep(0)  # more will have ended in a moment
             self._something.clear()
             try:
-                await self._report()
+                well = await self._report()
                 while self._outcomes or self._returns:
                     await self._give_back()
                     await self._settle()
-                    await self._report()
+                    well = await self._report() is not False and well is not False
             except Exception as raised:  # noqa: BLE001  -- whatever it is, what waits has to be written
                 self._trouble(raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised)))
                 if self._closing:
@@ -165,7 +165,8 @@ class Settling:
                 await asyncio.sleep(patience())
                 self._something.set()
             else:
-                self._trouble(None)
+                if well:
+                    self._trouble(None)
                 patience.reset()
                 if self._closing:
                     return  # what was put off has had its time
@@ -306,7 +307,9 @@ class Settling:
         self._later -= 1
         self.give_back(run)
 
-    async def _report(self) -> None:
+    async def _report(self) -> bool | None:
+        """Write what handlers have said; says whether all of it could be, unless they have said nothing."""
+        well = None
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
@@ -327,12 +330,15 @@ class Settling:
                 )
                 try:
                     await self._line.perform(plan)
+                    well = well is not False
                 except DatabaseUnavailable:
                     self._lines.extendleft(reversed(lines))
                     self._progress = dict(progress) | self._progress
                     raise
                 except ShiftworkError as error:
                     self._trouble(error)  # and no reason to keep outcomes from being written
+                    well = False
+        return well
 
 
 def _fitting(told: list[Told]) -> list[Told]:

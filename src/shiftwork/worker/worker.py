@@ -133,7 +133,7 @@ class Worker:
         self._at = at
         self._wake = Wake()
         self._backlog: deque[Run] = deque()
-        self._away: set[str] = set()
+        self._away, self._returns = set[str](), 0  # which parts cannot work, and how often one could again
         self._stopping: str | None = None
         self._stopped_at = 0.0
         self._told = asyncio.Event()
@@ -326,9 +326,9 @@ class Worker:
             self._failed = True
             self.stop(f"the database was away for {tries} tries")
             return
-        until, away = time.monotonic() + patience(), frozenset(self._away)
+        until, returns = time.monotonic() + patience(), self._returns
         # What ends meanwhile is no reason to try sooner; that another part is back is one.
-        while self._stopping is None and away <= self._away and (left := until - time.monotonic()) > 0:
+        while self._stopping is None and returns == self._returns and (left := until - time.monotonic()) > 0:
             await self._wake.wait(left)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
@@ -810,6 +810,7 @@ class Worker:
         if error is None:
             if part in self._away:
                 self._away.discard(part)
+                self._returns += 1
                 self._publish(events.DatabaseBack(part))
                 self._wake()  # what another part waits for may be over as well
                 if part == "claiming":
