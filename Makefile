@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY  := $(VENV)/.ready
+# Some machines keep Python from writing bytecode; the hundreds of processes that tests start would each compile it all.
+export PYTHONDONTWRITEBYTECODE :=
 POOLED := $(addprefix tests/test_,worker*.py cli_worker.py processes.py supervisor.py systemd.py singleton.py hooks.py duties.py metrics.py \
 	resilience.py table.py batches.py pooler.py)
 

@@ -52,6 +52,8 @@ def test_children_that_miss_each_others_end_are_found(dsn: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         planted.ONLY_THE_LAST_CHILD_TELLS.sow(connection)
     explorer = families(dsn)
+    explorer.only(claim=5, settle=20)
+    explorer.endings = ("completed", "completed", "completed", "spawning")
     with closing(explorer), pytest.raises(AssertionError, match="jobs that cannot be brought to an end"):
         explore(explorer, range(RUNS), turns=40)
 
