@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from psycopg.rows import dict_row
 
 from tests import planted
 from tests.explorer import Clock, empty
@@ -480,8 +481,27 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def heartbeat(self, which: int) -> None:
-        worker = self._worker(which)
-        answer = self.protocol.heartbeat(
+        self._renew(self._worker(which), self.protocol)
+
+    @precondition(_somebody_holds)
+    @rule(which=WHICH)
+    def renew_late_while_somebody_reaps(self, which: int) -> None:
+        """A lease has ended, and is renewed in a transaction that is still open when somebody reaps."""
+        late = self._holder(which)
+        self._leave(late)
+        reaping = self.protocol.connection
+        with psycopg.Connection[dict[str, Any]].connect(reaping.info.dsn, row_factory=dict_row) as renewing:
+            self._renew(late, Protocol(renewing))
+            reaping.execute("set lock_timeout = '5s'")
+            try:
+                self._reap(0, 1000, thorough=False)
+            except psycopg.errors.LockNotAvailable:
+                raise AssertionError("a reaper waits for a heartbeat") from None
+            finally:
+                reaping.execute("reset lock_timeout")
+
+    def _renew(self, worker: Worker, protocol: Protocol) -> None:
+        answer = protocol.heartbeat(
             worker.id, sorted(worker.believes), answered=worker.answered, since=0, lease=LEASE / 1000
         )
         assert answer["alive"] is not worker.gone
@@ -782,6 +802,7 @@ def test_whatever_is_done_the_database_does_what_the_model_says(connection: psyc
     "plant",
     [
         pytest.param(planted.SETTLE_WITHOUT_FENCE, id="the fence dropped from settle"),
+        pytest.param(planted.REAP_WITHOUT_RECHECK, id="reap without looking again"),
         pytest.param(planted.CLAIM_WITHOUT_NEWCOMERS, id="urgent newcomers overlooked"),
     ],
 )

@@ -37,6 +37,7 @@ from shiftwork.events import (
 from shiftwork.settings import Settings
 from shiftwork.stores.protocol import Protocol as Verbs
 from shiftwork.worker import waking
+from shiftwork.worker.health import Health
 from shiftwork.worker.line import Line, Patience
 from shiftwork.worker.singleton import Singleton
 from shiftwork.worker.waking import Listener
@@ -96,6 +97,14 @@ async def over(shop: Workshop, part: str = "claiming") -> None:
         lambda: len(shop.seen(DatabaseBack, part=part)) == len(shop.seen(DatabaseAway, part=part)) > 0,
         f"the end of the outage of {part}",
     )
+
+
+def judged(shop: Workshop) -> Health:
+    """Whether it can claim, by what was said so far."""
+    health = Health()
+    for event in shop.events:
+        health(event)
+    return health
 
 
 @pytest.fixture
@@ -303,8 +312,11 @@ async def test_a_part_that_went_later_and_is_back_sooner_is_reason_to_try_again(
             await works(shop)
 
 
-async def test_what_handlers_say_and_cannot_be_written_is_no_outage_that_ends_and_begins_anew(
-    dsn: str, protocol: Protocol
+@pytest.mark.parametrize(
+    ("state", "kept"), [("P0001", ["2", "3"]), ("55P03", ["0", "1", "2", "3"])], ids=["never", "not now"]
+)
+async def test_what_handlers_say_and_cannot_be_written_is_one_outage_that_keeps_no_outcome(
+    dsn: str, protocol: Protocol, state: str, kept: list[str]
 ) -> None:
     app, more = working(dsn), asyncio.Queue[None]()
 
@@ -315,10 +327,10 @@ async def test_what_handlers_say_and_cannot_be_written_is_no_outage_that_ends_an
             await more.get()
 
     protocol.connection.execute(
-        """create sequence public.calls;
-           alter function shiftwork.report(jsonb) rename to report_kept;
-           create function shiftwork.report(jsonb) returns jsonb language plpgsql as
-             $$ begin perform nextval('public.calls'); raise 'not now'; end $$"""
+        f"""create sequence public.calls;
+            alter function shiftwork.report(jsonb) rename to report_kept;
+            create function shiftwork.report(jsonb) returns jsonb language plpgsql as
+              $$ begin perform nextval('public.calls'); raise 'not now' using errcode = '{state}'; end $$"""
     )
 
     async def asked(times: int) -> None:
@@ -327,20 +339,28 @@ async def test_what_handlers_say_and_cannot_be_written_is_no_outage_that_ends_an
 
     async with app, Workshop(app, **QUICK) as shop:
         job = await talking.aenqueue()
-        for times in (1, 2):
-            await asked(times)
-            more.put_nowait(None)
-        await asked(3)
-        assert len(shop.seen(DatabaseAway, part="settling")) == 1
+        await asked(1)
+        more.put_nowait(None)
+        await asked(2)
+        await works(shop)  # what others come to is written meanwhile
+        assert [(event.part, event.error) for event in shop.seen(DatabaseAway)] == [
+            ("reporting", "the database refused: not now")
+        ]
         assert not shop.seen(DatabaseBack)
+        assert (health := judged(shop)).reasons() == []
+        assert health.warnings() == ["what handlers last said could not be written"]
         protocol.connection.execute(
             """drop function shiftwork.report(jsonb);
                alter function shiftwork.report_kept(jsonb) rename to report"""
         )
         more.put_nowait(None)
-        await over(shop, "settling")
-        more.put_nowait(None)
+        await over(shop, "reporting")
+        assert judged(shop).warnings() == []
+        for _ in range(2):
+            more.put_nowait(None)
         await shop.ended(job.id, state="completed")
+    lines = protocol.connection.execute("select message from shiftwork.logs order by id").fetchall()
+    assert [line["message"] for line in lines] == kept
 
 
 @pytest.mark.parametrize("said", [".take(", ".sleep(", ".settle("])

@@ -83,6 +83,8 @@ class Health:
             found.append("notifications do not arrive; work is found by polling")
         if self.notifications:
             found.append(f"the server's queue of notifications is {self.notifications:.0%} full")
+        if "reporting" in self._away:
+            found.append("what handlers last said could not be written")
         if aside := self._away & {"duties", "reaping"}:
             found.append(f"what is done for all is interrupted: {', '.join(sorted(aside))}")
         return found

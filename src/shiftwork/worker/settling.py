@@ -61,7 +61,7 @@ class Settling:
         *,
         answered: Callable[[Run, Outcome | None, str], None],
         settled: Callable[[Sequence[tuple[Run, Outcome]]], None],
-        trouble: Callable[[ShiftworkError | None], None],
+        trouble: Callable[[str, ShiftworkError | None], None],
         more: Callable[[], bool],
         wrote: Callable[[int, float], None],
         at: Callable[[str], Awaitable[None] | None] | None = None,
@@ -79,6 +79,7 @@ class Settling:
         self._lines: deque[tuple[Run, float, str, str]] = deque(maxlen=MOST_LINES)
         self._progress: dict[Run, tuple[float | None, str | None]] = {}
         self._reporting: asyncio.TimerHandle | None = None
+        self._unreportable = False
         self._something = asyncio.Event()
         self._closing = False
         self._writing = 0
@@ -153,20 +154,20 @@ class Settling:
                 await asyncio.sleep(0)  # more will have ended in a moment
             self._something.clear()
             try:
-                well = await self._report()
+                await self._report()
                 while self._outcomes or self._returns:
                     await self._give_back()
                     await self._settle()
-                    well = await self._report() is not False and well is not False
+                    await self._report()
             except Exception as raised:  # noqa: BLE001  -- whatever it is, what waits has to be written
-                self._trouble(raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised)))
+                error = raised if isinstance(raised, ShiftworkError) else DatabaseError(repr(raised))
+                self._trouble("settling", error)
                 if self._closing:
                     return
                 await asyncio.sleep(patience())
                 self._something.set()
             else:
-                if well:
-                    self._trouble(None)
+                self._trouble("settling", None)
                 patience.reset()
                 if self._closing:
                     return  # what was put off has had its time
@@ -307,16 +308,20 @@ class Settling:
         self._later -= 1
         self.give_back(run)
 
-    async def _report(self) -> bool | None:
-        """Write what handlers have said; says whether all of it could be, unless they have said nothing."""
-        well = None
+    async def _report(self) -> None:
+        """Write what handlers have said. Outcomes do not wait for that: what the database will not have now is kept for a
+        little later, and what it will never have is dropped.
+        """
+        if self._unreportable and not self._closing:
+            return
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
         while self._lines or self._progress:
             lines = [self._lines.popleft() for _ in range(min(len(self._lines), MOST_ROWS))]
             progress = [self._progress.popitem() for _ in range(min(len(self._progress), MOST_ROWS))]
-            for worker in {line[0].worker for line in lines} | {run.worker for run, _ in progress}:
+            workers = {line[0].worker for line in lines} | {run.worker for run, _ in progress}
+            for worker in tuple(workers):
                 now = self._loop.time()
                 plan = operations.report(
                     self._store,
@@ -330,15 +335,25 @@ class Settling:
                 )
                 try:
                     await self._line.perform(plan)
-                    well = well is not False
-                except DatabaseUnavailable:
-                    self._lines.extendleft(reversed(lines))
-                    self._progress = dict(progress) | self._progress
-                    raise
                 except ShiftworkError as error:
-                    self._trouble(error)  # and no reason to keep outcomes from being written
-                    well = False
-        return well
+                    if will_pass(error):
+                        self._lines.extendleft(line for line in reversed(lines) if line[0].worker in workers)
+                        left = {run: said for run, said in progress if run.worker in workers}
+                        self._progress = left | self._progress
+                    if isinstance(error, DatabaseUnavailable):
+                        raise
+                    self._trouble("reporting", error)
+                    if will_pass(error):
+                        self._unreportable = True
+                        self._reporting = self._loop.call_later(PASSING, self._report_again)
+                        return
+                else:
+                    self._trouble("reporting", None)
+                workers.discard(worker)
+
+    def _report_again(self) -> None:
+        self._unreportable = False
+        self._something.set()
 
 
 def _fitting(told: list[Told]) -> list[Told]:

@@ -215,7 +215,7 @@ class Worker:
             Line(self.settings, self._name, self._revive),
             answered=self._answered,
             settled=self._settled,
-            trouble=lambda error: self._trouble("settling", error),
+            trouble=self._trouble,
             more=lambda: bool(self._slots.ready),
             wrote=lambda jobs, seconds: self._publish(events.Settled(jobs, seconds)),
             at=self._at,
