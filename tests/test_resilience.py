@@ -330,7 +330,7 @@ async def test_what_handlers_say_and_cannot_be_written_is_one_outage_that_keeps_
         f"""create sequence public.calls;
             alter function shiftwork.report(jsonb) rename to report_kept;
             create function shiftwork.report(jsonb) returns jsonb language plpgsql as
-              $$ begin perform nextval('public.calls'); raise 'not now' using errcode = '{state}'; end $$"""
+              $$ begin perform nextval('public.calls'); raise 'not now' using errcode = '{state}'; end $$""".encode()
     )
 
     async def asked(times: int) -> None:
