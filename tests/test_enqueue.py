@@ -314,3 +314,15 @@ def test_a_batch_of_which_a_trigger_keeps_some_out_is_refused_instead_of_told_of
     told = {row["id"]: "abc"[row["ordinal"] - 1] for row in answers}
     assert told == {row["id"]: row["task"] for row in protocol.rows("select id, task from {}.jobs")}
     assert protocol.value("select {}.enqueue_one('unwanted', '{{}}', null, null, null)") is None
+
+
+def test_an_option_that_there_is_not_is_refused_by_name(protocol: Protocol) -> None:
+    # spec: D-11
+    for job in ({"task": "greet", "queu": "mail"}, {"task": "greet", "queu": "mail", "unique_key": "k"}):
+        with pytest.raises(
+            psycopg.Error, match='task "greet" says "queu", which is none of the options'
+        ) as refused:
+            protocol.enqueue_many([{"task": "good"}, job])
+        assert refused.value.sqlstate == "SW001"
+        assert "max_attempts, tags, keep, unique_key" in (refused.value.diag.message_hint or "")
+    assert protocol.value("select count(*) from {}.jobs") == 0

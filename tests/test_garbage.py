@@ -44,6 +44,8 @@ REFUSED = [
     "max_attempts = 0",
     "max_attempts = null",
     "tags = null",
+    "tags = array[repeat('t', 1048577)]",
+    "tags = array_fill(repeat('t', 30000), '{50}')",
     "unique_key = repeat('k', 256), unique_scope = 'pending'",
     "unique_key = '', unique_scope = 'pending'",
     "state = 'running'",
@@ -94,6 +96,83 @@ def test_what_breaks_a_rule_is_refused(protocol: Protocol) -> None:
         except psycopg.errors.IntegrityError:
             continue
         pytest.fail(f"{change} was let in")
+
+
+@pytest.mark.parametrize("time", ["infinity", "-infinity"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "insert into shiftwork.pauses (kind, name, until, actor) values ('queue', 'elsewhere', %s, 'me')",
+        "insert into shiftwork.child_ends (at, parent) values (%s, 1)",
+    ],
+)
+def test_a_time_that_never_comes_is_refused_and_one_from_before_that_stops_no_claim(
+    protocol: Protocol, statement: Any, time: str
+) -> None:
+    # spec: D-11
+    with pytest.raises(psycopg.errors.CheckViolation):
+        protocol.connection.execute(statement, (time,))
+    protocol.connection.execute(
+        "alter table shiftwork.pauses drop constraint pauses_until_check;"
+        "alter table shiftwork.child_ends drop constraint child_ends_at_check"
+    )
+    protocol.connection.execute(statement, (time,))
+    worker = protocol.register()
+    [job] = good(protocol, 1)
+    claimed = protocol.claim(worker, want=9)
+    assert [one for one, _ in claimed.held] == [job]
+    assert protocol.claim(worker, want=9).report["next_due_in"] is None
+
+
+def test_a_pause_may_last_for_ages_and_stops_nothing_else(protocol: Protocol) -> None:
+    # spec: D-11
+    protocol.rows("select {}.pause(queue => 'elsewhere', lasting => '9000 years')")
+    worker = protocol.register()
+    [job] = good(protocol, 1)
+    assert [one for one, _ in protocol.claim(worker, want=9).held] == [job]
+    assert protocol.claim(worker, want=9).report["next_due_in"] > 1e11
+    with pytest.raises(
+        psycopg.Error, match=r"ends at some time|interval"
+    ):  # before PostgreSQL 17 there is none
+        protocol.rows("select {}.pause(queue => 'elsewhere', lasting => 'infinity')")
+
+
+MANY_DIGITS = '{"x": [' + ", ".join(["1e131000"] * 100) + "]}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select shiftwork.enqueue('big', %s)",
+        "select shiftwork.enqueue('big', (%s)::jsonb)",
+        "select shiftwork.enqueue('big', (%s)::jsonb, unique_key => 'k')",
+        "select shiftwork.enqueue_one('big', %s, null, null, null)",
+        "select * from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object('task', 'big', 'payload', (%s)::jsonb)))",
+        "insert into shiftwork.jobs (task, payload) values ('big', %s)",
+    ],
+)
+def test_a_payload_is_measured_as_its_reader_gets_it(protocol: Protocol, statement: Any) -> None:
+    # fault: F40
+    with pytest.raises(psycopg.Error, match="13100307 bytes, and 1048576 are allowed"):
+        protocol.connection.execute(statement, (MANY_DIGITS,))
+    assert protocol.value("select count(*) from {}.jobs") == 0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select shiftwork.enqueue('big', payload) from public.source",
+        "insert into shiftwork.jobs (task, payload) select 'big', payload from public.source",
+    ],
+)
+def test_a_payload_that_is_stored_compressed_is_measured_as_well(protocol: Protocol, statement: Any) -> None:
+    # fault: F40
+    protocol.connection.execute(
+        "create table public.source as select jsonb_build_object('x', repeat('x', 1900000)) as payload"
+    )
+    assert protocol.value("select pg_column_size(payload) < 100000 from public.source")
+    with pytest.raises(psycopg.Error, match="1900009 bytes, and 1048576 are allowed"):
+        protocol.connection.execute(statement)
 
 
 def put(protocol: Protocol, worker: int) -> dict[str, list[int]]:

@@ -244,10 +244,11 @@ def test_what_a_worker_reads_does_not_grow_whenever_its_plans_were_made(
         for verb, cost in crowded.verbs().items():
             # A claim may look at so many rows that are not for it, twice: once to pick, once to say how far it looked.
             spare = 3 * examined if verb == "claim" else 0
-            # Turns that were rolled back leave dead entries in the indexes, of which some more must be passed here.
+            # The way down an index is one page longer here; and turns that were rolled back leave dead entries, of which more
+            # or fewer must be passed, as others on the server let them be cleared away. A crowd that is read has 10,000 pages.
             if (
                 cost.rows > alone[verb].rows + spare + 20
-                or cost.pages > 1.5 * alone[verb].pages + 2 * spare + 150
+                or cost.pages > 2 * alone[verb].pages + 2 * spare + 150
             ):
                 dear.append((statistics, verb, cost, alone[verb]))
     assert not dear, "\n".join(map(str, dear))

@@ -303,4 +303,32 @@ def test_of_two_outcomes_of_one_attempt_in_a_batch_one_counts(protocol: Protocol
     told = [{"id": job, "attempt": 1, **outcome} for outcome in ({"state": "completed"}, second)]
     rows = protocol.rows("select * from {}.settle(%s)", json.dumps({"worker": worker, "outcomes": told}))
     assert [row["answer"] for row in rows].count("settled") == 1
+    assert len(rows) == 2
     assert len(protocol.rows("select id from {}.all_jobs where id = %s", job)) == 1
+    assert protocol.rows("select from {}.attempts") == []
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["before", "behind"])
+@pytest.mark.parametrize("state", ["completed", "failed", "scheduled"])
+def test_a_stale_outcome_beside_that_of_the_attempt_which_holds_the_job_is_told_so_and_leaves_no_trace(
+    protocol: Protocol, state: str, place: int
+) -> None:
+    # spec: D-16
+    job, neighbour = protocol.enqueue(), protocol.enqueue()
+    worker = protocol.register()
+    protocol.claim(worker, want=1)
+    protocol.rows("select {}.complete(%s)", job)
+    protocol.rows("select {}.revive(%s)", [job])
+    protocol.claim(worker, want=2)
+    failed = {"state": "failed", "error": {"code": "STALE"}}
+    told: list[Row] = [
+        {"id": job, "attempt": 2, "state": state, "error": {"code": "REAL"}},
+        {"id": neighbour, "attempt": 1, **failed, "error": {"code": "OTHER"}},
+    ]
+    told.insert(place, {"id": job, "attempt": 1, **failed})
+    rows = protocol.rows("select * from {}.settle(%s)", json.dumps({"worker": worker, "outcomes": told}))
+    answers = sorted((row["id"], row["answer"]) for row in rows)
+    assert answers == [(job, "lost"), (job, "settled"), (neighbour, "settled")]
+    noted = protocol.rows("select job, attempt, code from {}.attempts order by job")
+    real = [{"job": job, "attempt": 2, "code": "REAL"}] if state != "completed" else []
+    assert noted == [*real, {"job": neighbour, "attempt": 1, "code": "OTHER"}]

@@ -83,12 +83,12 @@ begin
          case jsonb_typeof(given.tasks) when 'array' then array(select jsonb_array_elements_text(given.tasks)) end as tasks,
          coalesce(given.due, 0) as due,
          (select job.run_at from shiftwork.jobs as job where job.state = 'scheduled'
-             and job.run_at >= seen order by job.run_at limit 1) as next_at,
+             and job.run_at >= seen order by job.run_at limit 1)::timestamptz as next_at,        -- and not of its domain: a pause may end at any time
          nullif(given.but, 'null') as but, nullif(given.conditions, 'null') as conditions, nullif(given.most, 'null') as most,
          exists (select from shiftwork.pauses) as pausing, exists (select from shiftwork.limits) as limited,
          seen - interval '1 second' as since,           -- what was being written then is seen all the same
          (select owed.at from shiftwork.child_ends as owed
-           where owed.at >= seen - interval '1 second' order by owed.at limit 1) as owed_at
+           where owed.at >= seen - interval '1 second' and isfinite(owed.at) order by owed.at limit 1) as owed_at
     into asked
     from jsonb_to_record(request) as given (
            worker bigint, want int, start int, examine int, due bigint, tasks jsonb, but jsonb, conditions jsonb, most jsonb)
@@ -345,7 +345,7 @@ begin
                          where job.state = 'scheduled' and job.run_at >= shiftwork.place_time(reached) order by job.run_at limit 1);
     end if;
     if asked.pausing then
-      asked.next_at := least(asked.next_at, (select min(pause.until) from shiftwork.pauses as pause where pause.until > present));
+      asked.next_at := least(asked.next_at, (select min(pause.until) from shiftwork.pauses as pause where pause.until > present and isfinite(pause.until)));
     end if;
     said := format('%s, "next_due_in": %s', said, coalesce(extract(epoch from least(asked.next_at, asked.owed_at) - present)::text, 'null'));
   end if;

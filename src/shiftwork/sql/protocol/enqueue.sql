@@ -26,6 +26,8 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_column
 declare
   present constant timestamptz := shiftwork.clock();
+  options constant text[] := '{task, payload, queue, priority, delay, run_at, expires_in, expires_at, max_attempts, tags, keep,
+                               unique_key, unique_scope, unique_action, unique_window, merge, parent, child}';
   keyed boolean;
   others bigint[];
   wish record;
@@ -33,14 +35,21 @@ begin
   if jsonb_typeof(jobs) is distinct from 'array' then
     raise exception using errcode = 'SW001', message = 'enqueue_many takes a JSON array of jobs';
   end if;
+  if exists (select from jsonb_array_elements(jobs) as one where jsonb_typeof(one) = 'object' and one - options <> '{}') then
+    raise exception using errcode = 'SW001', message = (
+        select format('a job of task "%s" says "%s", which is none of the options of a job', left(one ->> 'task', 200), left(said, 200))
+          from jsonb_array_elements(jobs) as one cross join jsonb_object_keys(one - options) as said limit 1),
+      hint = 'There are: ' || array_to_string(options[:16], ', ') || '.';
+  end if;
   keyed := jsonb_path_exists(jobs, '$[*] ? (exists (@.unique_key))');
   if keyed and exists (select from jsonb_array_elements(jobs) as one
                         where jsonb_typeof(one -> 'unique_key') not in ('string', 'null')) then
     raise exception using errcode = 'SW001', message = 'a unique key is a text';
   end if;
 
-  if pg_column_size(jobs) > 8192 then
-    perform shiftwork.check_payload(one ->> 'task', one -> 'payload') from jsonb_array_elements(jobs) as one;
+  if octet_length(jobs::text) > 8192 then
+    perform shiftwork.check_payload(one ->> 'task', one -> 'payload') from jsonb_array_elements(jobs) as one
+     where octet_length((one -> 'payload')::text) > 8192;
   end if;
   if keyed then
     others := array(select one.ordinality from jsonb_array_elements(jobs) with ordinality as one
@@ -256,7 +265,7 @@ begin
       'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as made;
     return;
   end if;
-  if pg_column_size(payload) > 8192 then
+  if octet_length(payload::text) > 8192 then
     perform shiftwork.check_payload(task, payload);
   end if;
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at, state, expires_at, tags, keep)
@@ -278,7 +287,7 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
   present constant timestamptz := shiftwork.clock();
 begin
-  if octet_length(payload) > 8192 then
+  if octet_length(payload::jsonb::text) > 8192 then
     perform shiftwork.check_payload(task, payload::jsonb);
   end if;
   -- A constant out of an array has the type of its domain already, as what is registered has, and is not checked again whenever a job is made.
@@ -307,7 +316,7 @@ declare
   present constant timestamptz := shiftwork.clock();
   made bigint;
 begin
-  if octet_length(payload) > 8192 then
+  if octet_length(payload::jsonb::text) > 8192 then
     perform shiftwork.check_payload(task, payload::jsonb);
   end if;
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,

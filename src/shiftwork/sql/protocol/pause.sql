@@ -20,6 +20,10 @@ begin
   if lasting <= interval '0' then
     raise exception using errcode = 'SW001', message = 'a pause must last for some time';
   end if;
+  if not isfinite(present + lasting) then
+    raise exception using errcode = 'SW001', message = 'a pause ends at some time, or when somebody resumes',
+      hint = 'Leave out `lasting` for one that lasts until then.';
+  end if;
   if worker is not null and not exists (select from shiftwork.workers as one where one.id = worker and one.gone_at is null) then
     raise exception using errcode = 'SW001', message = format('there is no worker %s', worker);
   end if;

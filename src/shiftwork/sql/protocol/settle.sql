@@ -23,7 +23,8 @@ end $$;
 --
 -- Answers for each: settled; already (this very outcome was written before: the answer was lost on the wire); lost (the job is
 -- not this worker's attempt any more: the result is dropped); busy (its row is locked: try again); refused (it cannot be
--- written, or what it carries cannot be enqueued; `problem` says why). Of several outcomes for one job in a batch, one counts.
+-- written, or what it carries cannot be enqueued; `problem` says why). Several outcomes for one job in a batch are taken one after
+-- the other, and each has an answer.
 -- With "brief": true, a batch all of which is completed has one answer for all, without an id.
 create or replace function shiftwork.settle(request jsonb)
 returns table (id bigint, answer text, state shiftwork.job_state, problem text)
@@ -106,11 +107,15 @@ begin
            case when count(kept.parent) > 0 then array_agg(kept.parent) end
       into finished, endings, places, parents from kept;
 
+    if coalesce(cardinality(finished), 0) < many and many > (
+         select count(distinct (one ->> 'id')::bigint) from jsonb_array_elements(request -> 'outcomes') as one) then
+      raise exception 'several outcomes for one job';    -- one by one, then
+    end if;
     if endings && '{failed,cancelled}' then
       insert into shiftwork.attempts (job, attempt, outcome, will_retry, code, error, worker, claimed_at, started_at, ended_at)
       select job.id, job.attempt, 'failed', false, coalesce(told.error ->> 'code', 'FAILED'), coalesce(told.error, '{}'),
              holder, job.claimed_at, job.started_at, present
-        from shiftwork.told(request) as told join shiftwork.jobs as job on job.id = told.id
+        from shiftwork.told(request) as told join shiftwork.jobs as job on job.id = told.id and job.attempt = told.attempt
        where job.id = any(finished) and told.counts and told.state <> 'completed'
       on conflict (job, attempt) do nothing;
     end if;
@@ -183,7 +188,7 @@ begin
     if shiftwork.will_pass(sqlstate) then
       raise;
     end if;
-    -- Something in the batch cannot be written. One by one, so that it stops nobody else.
+    -- Something in the batch cannot be written, or is told twice. One by one, so that it stops nobody else.
     get stacked diagnostics problem = message_text;
     if many > 1 then
       for outcome in select one from jsonb_array_elements(request -> 'outcomes') as one loop
