@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import apart, cancelling, protocol, table, workers
+from bench import apart, cancelling, embedding, protocol, table, workers
 from bench.measuring import PAIRS, Bench
 from shiftwork import embedded
 from shiftwork.migrate import migrate
@@ -46,6 +46,7 @@ MEASURES: dict[str, Callable[[Bench], None]] = {
     "memory": workers.memory,
     "table": table.drain,
     "cancel": cancelling.cancel,
+    "embedded": embedding.embedding,
 }
 
 

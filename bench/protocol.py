@@ -160,10 +160,10 @@ def snapshot(bench: Bench) -> None:
     jobs = bench.count(100_000)
     for delayed in (False, True):
         kind = "delayed" if delayed else "plain"
-        fading, whole = [], []
+        fading, faded, whole = [], [], []
         held_rates, free_rates = [], []
         for turn in range(PAIRS):
-            rates = {}
+            rates, quarters = {}, {}
             for held in (True, False) if turn % 2 else (False, True):
                 fill(bench, jobs, delayed=delayed)
                 marks = Marks(jobs)
@@ -172,13 +172,18 @@ def snapshot(bench: Bench) -> None:
                         old.execute("begin isolation level repeatable read")
                         old.execute("select count(*) from shiftwork.jobs")
                     rates[held] = rate(bench, 1, jobs, lambda c, m=marks: drain(c, done=m.add))  # type: ignore[misc]
-                if held:
-                    fading.append(marks.last_to_first())
+                quarters[held] = marks.last_to_first()
                 with bench.connect() as connection:
                     connection.execute("vacuum shiftwork.jobs")
+            fading.append(quarters[True])
+            faded.append(quarters[True] / quarters[False])
             whole.append(rates[True] / rates[False])
             held_rates.append(rates[True])
             free_rates.append(rates[False])
         bench.tell(f"old snapshot held, {kind} jobs", 0.9, fading, "the last quarter against the first")
+        if delayed:  # the first also makes them all ready, held or not
+            bench.tell(
+                f"old snapshot held, {kind} jobs", 0.9, faded, "the same, against the same with nothing held"
+            )
         rate_text = f"{statistics.median(held_rates):,.0f} to {statistics.median(free_rates):,.0f} jobs/s"
         bench.tell(f"old snapshot held, {kind} jobs, against none", 0.8, whole, rate_text)
