@@ -322,6 +322,7 @@ def test_the_same_unique_key_by_hand_says_that_the_job_exists(dsn: str) -> None:
         ["{}", "--priority", "99999999999"],
         ["{}", "--queue", ""],
         ["{}", "--queue", "x\x1b"],
+        ["{}", "--queue", "q" * 101],
         ["{}", "--unique", "k" * 300],
         ["{}", "--tag", ""],
         ["{}", "--scope", "pending", "--window", "5m", "--unique", "k"],
@@ -522,6 +523,21 @@ def test_a_paused_queue_is_not_claimed_from_until_it_is_resumed(dsn: str, protoc
     assert told("queues", "resume", "mail", dsn=dsn).exit_code == 0
     assert told("queues", "resume", "mail", dsn=dsn).exit_code == 3
     assert len(protocol.claim(worker, "mail").jobs) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("pause",), ("resume",), ("limit", "5"), ("retain", "--failed", "7d")],
+    ids=lambda given: given[0],
+)
+def test_a_queue_that_cannot_be_is_wrong_usage_and_nothing_is_said_of_it(
+    dsn: str, command: tuple[str, ...]
+) -> None:
+    verb, *rest = command
+    said = told("queues", verb, "ä" * 51, *rest, dsn=dsn)
+    assert said.exit_code == 2
+    assert "1 to 100 bytes" in said.stderr
+    assert [queue["name"] for queue in answer("queues", "list", dsn=dsn)] == ["*"]
 
 
 def test_a_paused_task_is_listed_and_resumed(dsn: str, protocol: Protocol) -> None:

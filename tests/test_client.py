@@ -471,6 +471,20 @@ async def test_many_jobs_from_an_event_loop(aapp: App) -> None:
     assert [(await handle.ainfo()).task for handle in handles] == ["greet", "buy"]
 
 
+def test_the_longest_names_are_those_that_the_database_takes(app: App, protocol: Protocol) -> None:
+    queue, name, tag = "ä" * 50, "t" * 200, "g" * 200
+
+    @app.task(name=name, queue=queue, tags=[tag])
+    def send() -> None: ...
+
+    found = send.enqueue().info()
+    assert (found.task, found.queue, found.tags) == (name, queue, (tag,))
+    with pytest.raises(psycopg.errors.CheckViolation):
+        protocol.enqueue(name, queue=f"{queue}x")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        protocol.enqueue(f"{name}x")
+
+
 # Unique keys
 
 

@@ -380,6 +380,27 @@ def test_a_value_out_of_range_is_refused_with_its_name_its_origin_and_the_range(
         Settings.read({}, beside=None, **{name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("queues", 100), ("queue_concurrency", 100), ("task_concurrency", 200)]
+)
+def test_a_name_is_as_long_as_the_database_takes_it_at_most(name: str, most: int) -> None:
+    number = "" if name == "queues" else "=1"
+    variable = KNOWN[name].variable
+    for longest in ("q" * most, "ä" * (most // 2)):
+        assert longest in getattr(Settings.read({variable: f"{longest}{number}"}), name)
+        with pytest.raises(
+            ConfigurationError, match=rf"{name} \(from {variable}\): .* must be 1 to {most} bytes"
+        ):
+            Settings.read({variable: f"default{number},{longest}+{number}"})
+
+
+def test_a_value_of_megabytes_is_not_repeated_in_the_error() -> None:
+    for name in ("queues", "lease", "schema", "concurrency"):
+        with pytest.raises(ConfigurationError) as refused:
+            Settings.read({}, beside=None, **{name: "x" * 3_000_000})
+        assert len(str(refused.value)) < 1_000
+
+
 def test_a_schema_name_is_refused_with_its_origin() -> None:
     with pytest.raises(ConfigurationError, match=r"SHIFTWORK_SCHEMA\): 'Jobs' cannot be a schema name"):
         Settings.read({"SHIFTWORK_SCHEMA": "Jobs"})

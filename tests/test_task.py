@@ -77,6 +77,45 @@ def test_an_option_out_of_range_is_refused_when_the_task_is_declared(
     assert not app.tasks
 
 
+@pytest.mark.parametrize("unfit", ["q" * 101, "ä" * 51, "", "a\nb", 5])
+def test_a_queue_whose_name_the_database_would_not_take_is_refused_before_it_is_asked(
+    app: App, unfit: Any
+) -> None:
+    @app.task
+    def send(to: str) -> None: ...
+
+    with pytest.raises(InvalidArgument, match="cannot be used as queue: 1 to 100 bytes"):
+        send.using(queue=unfit)
+    with pytest.raises(InvalidArgument, match="cannot be used as queue: 1 to 100 bytes"):
+        app.task(name="other", queue=unfit)
+    with pytest.raises(InvalidArgument, match="cannot be used as the name of a queue: 1 to 100 bytes"):
+        App("postgresql://nowhere/", queues=["mail", unfit])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tags": ["x" * 3_000_000]},
+        {"queue": "x" * 3_000_000},
+        {"priority": "x" * 3_000_000},
+        {"priority": 10**5_000},
+        {"delay": "x" * 3_000_000},
+        {"run_at": "x" * 3_000_000},
+        {"unique": "\0" * 3_000_000},
+        {"action": "x" * 3_000_000},
+        {"merge": "x" * 3_000_000},
+    ],
+    ids="".join,
+)
+def test_a_value_of_megabytes_is_not_repeated_in_the_error(app: App, given: dict[str, Any]) -> None:
+    @app.task
+    def send(to: str) -> None: ...
+
+    with pytest.raises(InvalidArgument) as refused:
+        send.using(**given)
+    assert len(str(refused.value)) < 1_000
+
+
 def test_a_generator_is_refused(app: App) -> None:
     def some() -> Any:
         yield 1

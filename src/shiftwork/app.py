@@ -18,6 +18,7 @@ from shiftwork.context import Context
 from shiftwork.database import commits_each, connect, translate
 from shiftwork.errors import ConfigurationError, InvalidArgument, UnknownTask
 from shiftwork.job import Action, Answer, Job, NewJob, Scope, State, check_name, sending
+from shiftwork.printable import QUEUE_BYTES, shown
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings
@@ -493,7 +494,7 @@ class App(Program):
             return self._tasks[name]
         except KeyError:
             known = ", ".join(sorted(self._tasks)) or "none"
-            raise UnknownTask(f"no task is called {name!r}; declared are: {known}") from None
+            raise UnknownTask(f"no task is called {shown(name)}; declared are: {known}") from None
 
     def migrate(self) -> None:
         """Install the schema, or bring it up to date."""
@@ -543,9 +544,9 @@ def _install(settings: Settings) -> None:
 def _declared(queues: Sequence[str] | Mapping[str, int | None]) -> tuple[str, ...]:
     if isinstance(queues, str) or not queues:
         raise ConfigurationError(
-            f"queues is {queues!r}; it must be a list of names, such as ('mail', 'default')"
+            f"queues is {shown(queues)}; it must be a list of names, such as ('mail', 'default')"
         )
-    return tuple(check_name("the name of a queue", queue) for queue in queues)
+    return tuple(check_name("the name of a queue", queue, QUEUE_BYTES) for queue in queues)
 
 
 def _limits(
@@ -557,7 +558,7 @@ def _limits(
     for name, most in (("max_running", over_all), *of_queues.items()):
         if most is not None and not (isinstance(most, int) and 1 <= most <= MOST_RUNNING):
             raise ConfigurationError(
-                f"{name}: {most!r} at once; it must be a whole number from 1 to {MOST_RUNNING:,}"
+                f"{name}: {shown(most)} at once; it must be a whole number from 1 to {MOST_RUNNING:,}"
             )
     said = {"all": over_all, "queues": of_queues, "tasks": of_tasks}
     return {name: limits for name, limits in said.items() if limits}

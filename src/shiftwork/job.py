@@ -13,6 +13,7 @@ import msgspec
 
 from shiftwork.codec import read_json
 from shiftwork.errors import InvalidArgument
+from shiftwork.printable import QUEUE_BYTES, TASK_BYTES, is_name, shown
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -301,7 +302,7 @@ def sending(
     _not_both("delay", delay, "run_at", run_at)
     _not_both("expires_in", expires_in, "expires_at", expires_at)
     chosen = {
-        "queue": _name("queue", queue),
+        "queue": None if queue is None else check_name("queue", queue, QUEUE_BYTES),
         "priority": _whole("priority", priority, -(2**31), 2**31 - 1),
         "delay": _seconds("delay", delay),
         "run_at": _instant("run_at", run_at),
@@ -349,7 +350,7 @@ def check_merge(merge: str | Mapping[str, str]) -> str | dict[str, str]:
 def _operator(operator: str) -> str:
     if operator not in MERGES:
         raise InvalidArgument(
-            f"{operator!r} is no way to merge; there are: {', '.join(sorted(MERGES))}. For a function of "
+            f"{shown(operator)} is no way to merge; there are: {', '.join(sorted(MERGES))}. For a function of "
             "your own, have it entered in the registry, and say action='merge' without merge",
             argument="merge",
         )
@@ -365,7 +366,7 @@ def _seconds(name: str, value: timedelta | None) -> float | None:
     if value is None:
         return None
     if not isinstance(value, timedelta):
-        raise InvalidArgument(f"{name} must be a timedelta, not {value!r}", argument=name)
+        raise InvalidArgument(f"{name} must be a timedelta, not {shown(value)}", argument=name)
     if abs(value) > LONGEST:
         raise InvalidArgument(f"{name} is {value}; a hundred years are the most", argument=name)
     return value.total_seconds()
@@ -375,7 +376,7 @@ def _instant(name: str, value: datetime | None) -> str | None:
     if value is None:
         return None
     if not isinstance(value, datetime):
-        raise InvalidArgument(f"{name} must be a datetime, not {value!r}", argument=name)
+        raise InvalidArgument(f"{name} must be a datetime, not {shown(value)}", argument=name)
     if value.utcoffset() is None:
         raise InvalidArgument(
             f"{name} has no time zone; attach one, as in datetime.now(UTC)",
@@ -395,26 +396,24 @@ def _whole(name: str, value: int | None, least: int, most: int) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidArgument(
-            f"{name} must be a whole number from {least} to {most}, not {value!r}", argument=name
+            f"{name} must be a whole number from {least} to {most}, not {shown(value)}", argument=name
         )
     return value
 
 
 def _choice(name: str, value: str | None, choices: tuple[str, ...]) -> str | None:
     if value is not None and value not in choices:
-        raise InvalidArgument(f"{name} is {value!r}; it can be {', '.join(choices)}", argument=name)
+        raise InvalidArgument(f"{name} is {shown(value)}; it can be {', '.join(choices)}", argument=name)
     return value
-
-
-def _name(name: str, value: str | None) -> str | None:
-    return None if value is None else check_name(name, value)
 
 
 def _key(value: str | None) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value or not _storable(value):
-        raise InvalidArgument(f"unique must be text that can be stored, not {value!r}", argument="unique")
+        raise InvalidArgument(
+            f"unique must be text that can be stored, not {shown(value)}", argument="unique"
+        )
     if len(value.encode()) > MAX_KEY_BYTES:
         raise InvalidArgument(
             f"unique is longer than {MAX_KEY_BYTES} bytes; use a digest of it", argument="unique"
@@ -428,15 +427,12 @@ def _tags(tags: Sequence[str]) -> list[str]:
     return [check_name("tags", tag) for tag in tags]
 
 
-def check_name(what: str, name: str) -> str:
+def check_name(what: str, name: str, most: int = TASK_BYTES) -> str:
     """Refuse a name (of a task, queue or tag) that is empty, too long, or holds control characters."""
-    if (
-        not isinstance(name, str)
-        or not 0 < len(name.encode(errors="replace")) <= 200
-        or not name.isprintable()
-    ):
+    if not isinstance(name, str) or not is_name(name, most):
         raise InvalidArgument(
-            f"{name!r} cannot be used as {what}: 1 to 200 printable characters", argument=what
+            f"{shown(name)} cannot be used as {what}: 1 to {most} bytes of printable characters",
+            argument=what,
         )
     return name
 

@@ -28,6 +28,7 @@ from shiftwork.errors import (
 )
 from shiftwork.job import POSTGRES_EPOCH, Attempt, Job, Line, NewJob, Progress, Sent, State, Taken, moment
 from shiftwork.outcome import MAX_MESSAGE, Outcome
+from shiftwork.printable import shown
 from shiftwork.stores.protocol import Protocol
 from shiftwork.stores.store import Apart, Held, Store
 
@@ -144,7 +145,7 @@ def _array(parts: Sequence[bytes]) -> str:
 def encode_job(job: NewJob[object]) -> bytes:
     """A job as `shiftwork.enqueue_many` takes it."""
     if not isinstance(job, NewJob):
-        raise InvalidArgument(f"{job!r} is no job to enqueue; make one with task.job(…)")
+        raise InvalidArgument(f"{shown(job)} is no job to enqueue; make one with task.job(…)")
     try:
         return _encoder.encode(job)
     except (UnicodeEncodeError, TypeError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from shiftwork.errors import ConfigurationError
+from shiftwork.printable import QUEUE_BYTES, TASK_BYTES, is_name, shown
 
 UNLIMITED = 2_147_483_647
 """What the database reads as "no limit": attempts without end, history kept for ever."""
@@ -58,11 +59,13 @@ def parse_duration(text: str) -> timedelta:
     compact = text.strip().replace(" ", "")
     parts = list(_PART.finditer(compact))
     if not parts or "".join(part.group() for part in parts) != compact:
-        raise ConfigurationError(f"{text!r} is not a duration; write it like 500ms, 2s, 5m, 1h, 1d or 1h30m")
+        raise ConfigurationError(
+            f"{shown(text)} is not a duration; write it like 500ms, 2s, 5m, 1h, 1d or 1h30m"
+        )
     try:
         return sum((float(part[1]) * _UNITS[part[2]] for part in parts), timedelta())
     except OverflowError:
-        raise ConfigurationError(f"{text!r} is longer than a duration can be") from None
+        raise ConfigurationError(f"{shown(text)} is longer than a duration can be") from None
 
 
 def format_duration(duration: timedelta) -> str:
@@ -83,7 +86,7 @@ def check_schema(name: str) -> str:
     """Refuse a schema name that would need quoting, hide another, or be cut short."""
     if not isinstance(name, str) or not _SCHEMA.fullmatch(name):
         raise ConfigurationError(
-            f"{name!r} cannot be a schema name: use a lower-case letter or underscore, then up to 47 "
+            f"{shown(name)} cannot be a schema name: use a lower-case letter or underscore, then up to 47 "
             "lower-case letters, digits or underscores"
         )
     if name.startswith("pg_"):
@@ -193,7 +196,7 @@ def weights() -> Rule:
     """Names in their order, all of them with a weight or none."""
 
     def take(written: object) -> dict[str, float | None]:
-        found = _named(written)
+        found = _named(written, QUEUE_BYTES)
         if all(weight is None for weight in found.values()):
             return found
         weighed = {name: float(weight) for name, weight in found.items() if not isinstance(weight, bool)}
@@ -207,12 +210,12 @@ def weights() -> Rule:
     )
 
 
-def limits(least: int, most: int) -> Rule:
-    """Names, each with a number."""
+def limits(least: int, most: int, longest: int) -> Rule:
+    """Names of at most so many bytes, each with a number."""
     _, take_one = whole(least, most)
 
     def take(written: object) -> dict[str, int]:
-        return {name: take_one(limit) for name, limit in _named(written).items()}
+        return {name: take_one(limit) for name, limit in _named(written, longest).items()}
 
     return f"names with whole numbers from {least:,} to {most:,} (mail=5,bulk=1)", take
 
@@ -221,21 +224,20 @@ def variables() -> Rule:
     """Names of variables of the environment, of which the last letters may be left open."""
 
     def take(written: object) -> tuple[str, ...]:
-        names = tuple(_named(written))
-        if any(value is not None for value in _named(written).values()) or not all(
-            map(_VARIABLE.fullmatch, names)
-        ):
+        found = _named(written, LONGEST_VARIABLE)
+        if any(value is not None for value in found.values()) or not all(map(_VARIABLE.fullmatch, found)):
             raise ValueError
-        return names
+        return tuple(found)
 
     return "names of variables, or their beginnings with a * (AWS_*,SENTRY_DSN)", take
 
 
+LONGEST_VARIABLE = 200
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 
 
-def _named(written: object) -> dict[str, Any]:
-    """Names, and what is said of each, from `a=1,b=2`, from a table or from a list."""
+def _named(written: object, longest: int) -> dict[str, Any]:
+    """Names of at most so many bytes, and what is said of each, from `a=1,b=2`, from a table or from a list."""
     pairs: list[tuple[Any, Any]]
     if isinstance(written, str):
         parts = [part.partition("=") for part in written.split(",")] if written else []
@@ -246,16 +248,16 @@ def _named(written: object) -> dict[str, Any]:
         pairs = [(name, None) for name in written]
     else:
         raise ValueError  # noqa: TRY004  -- whoever asks tells it in other words
-    if not all(isinstance(name, str) and _is_name(name) for name, _ in pairs):
+    if not all(isinstance(name, str) and name for name, _ in pairs):
         raise ValueError
+    if unfit := [name for name, _ in pairs if not is_name(name, longest)]:
+        raise ConfigurationError(
+            f"{shown(unfit[0])} cannot be a name here; it must be 1 to {longest} bytes of printable characters"
+        )
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError
     return found
-
-
-def _is_name(name: str) -> bool:
-    return name.isprintable() and 0 < len(name.encode(errors="replace")) <= 200
 
 
 def _set(default: Any, rule: Rule, does: str, *, secret: bool = False) -> Any:  # noqa: ANN401
@@ -320,11 +322,13 @@ class Settings:
         "the queues to serve: in strict order, or by weight; none are those that the tasks name, and `default`",
     )
     concurrency: int = _set(10, whole(1, 10_000), "how many jobs run at once")
-    queue_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single queues")
-    task_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000), "the same for single tasks")
+    queue_concurrency: Mapping[str, int] = _set(
+        {}, limits(1, 10_000, QUEUE_BYTES), "the same for single queues"
+    )
+    task_concurrency: Mapping[str, int] = _set({}, limits(1, 10_000, TASK_BYTES), "the same for single tasks")
     queue_budgets: Mapping[str, int] = _set(
         {},
-        limits(1, 1_000_000),
+        limits(1, 1_000_000, QUEUE_BYTES),
         "how many jobs of a queue are claimed within five minutes before the other queues go first",
     )
     prefetch: int = _set(0, whole(0, 10_000), "how many jobs to claim ahead of those that run")
@@ -557,9 +561,9 @@ class Setting:
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.name} ({origin}): {error}") from None
         except (ValueError, TypeError, OverflowError):
-            shown = "something that is not shown" if self.secret else repr(written)
+            value = "something that is not shown" if self.secret else shown(written)
             raise ConfigurationError(
-                f"{self.name} is {shown} ({origin}); it must be {self.allowed}"
+                f"{self.name} is {value} ({origin}); it must be {self.allowed}"
             ) from None
 
 

@@ -18,6 +18,7 @@ from shiftwork.context import Context
 from shiftwork.database import Plan
 from shiftwork.errors import ConfigurationError, InvalidArgument
 from shiftwork.job import check_name
+from shiftwork.printable import QUEUE_BYTES
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.settings import UNLIMITED, Settings
@@ -71,7 +72,9 @@ class TableStore(Program):
         if not 0 <= max_resets <= UNLIMITED:
             raise ConfigurationError(f"max_resets is {max_resets!r}; it must be a whole number from 0")
         relation(table)
-        self.name = check_name("the name of a store", name or table.rpartition(".")[2].strip('"'))
+        self.name = check_name(
+            "the name of a store", name or table.rpartition(".")[2].strip('"'), QUEUE_BYTES
+        )
         self.record = record
         self._layout = Layout(
             name=self.name,

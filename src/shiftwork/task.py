@@ -18,6 +18,7 @@ from shiftwork.codes import Codes, check_codes
 from shiftwork.context import Context
 from shiftwork.errors import ConfigurationError, InvalidArgument
 from shiftwork.job import Action, NewJob, Scope, sending
+from shiftwork.printable import shown
 from shiftwork.retry import Retry
 from shiftwork.settings import LONGEST, UNLIMITED, Rule, Settings, choice, length, maybe, switch, whole
 from shiftwork.worker.batches import Batch
@@ -52,7 +53,8 @@ class Surroundings:
         """Refuse a queue that the app has not declared."""
         if self.queues is not None and queue not in self.queues:
             raise InvalidArgument(
-                f"{queue!r} is not one of the queues of this app: {', '.join(self.queues)}", argument="queue"
+                f"{shown(queue)} is not one of the queues of this app: {', '.join(self.queues)}",
+                argument="queue",
             )
 
     @property
@@ -175,7 +177,7 @@ class Options:
                 take(value)
             except (ValueError, TypeError):
                 raise ConfigurationError(
-                    f"task {task!r}: {name} is {value!r}; it must be {allowed}"
+                    f"task {task!r}: {name} is {shown(value)}; it must be {allowed}"
                 ) from None
         check_codes(f"task {task!r}", self.codes, self.default_code)
 

@@ -14,7 +14,7 @@ from shiftwork import operations
 from shiftwork.cli.asking import NOT_SO, Refused, database_options, duration, json_option, opened, place
 from shiftwork.cli.printing import at, print_json, print_table, shortened
 from shiftwork.job import check_name, moment
-from shiftwork.printable import clean
+from shiftwork.printable import QUEUE_BYTES, TASK_BYTES, clean
 from shiftwork.settings import Settings
 from shiftwork.task import MOST_RUNNING
 
@@ -32,7 +32,7 @@ SHOWN = 20
 
 def named(kind: str, name: str) -> str:
     """The name of a queue or a task, checked."""
-    return check_name(f"the name of a {kind}", name)
+    return check_name(f"the name of a {kind}", name, QUEUE_BYTES if kind == "queue" else TASK_BYTES)
 
 
 def numbered(_: str, name: str) -> int:

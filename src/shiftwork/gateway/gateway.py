@@ -54,6 +54,7 @@ from shiftwork.job import Job, State, Taken, check_name
 from shiftwork.logs import Telling
 from shiftwork.operations import Pulse
 from shiftwork.outcome import Outcome, Raised, Returned, decide, in_a_line
+from shiftwork.printable import QUEUE_BYTES
 from shiftwork.program import Program
 from shiftwork.retry import Retry
 from shiftwork.stores.table import Table
@@ -436,7 +437,7 @@ class Gateway:
             raise Refusal(422, f"queues: there is only {self._queues[0]!r}")
         try:
             for queue in named:
-                self._program.check_queue(check_name("queues", queue))
+                self._program.check_queue(check_name("queues", queue, QUEUE_BYTES))
         except InvalidArgument as error:
             raise Refusal(422, f"queues: {error}") from None
         return list(named or self._queues)
