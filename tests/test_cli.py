@@ -327,6 +327,10 @@ def test_the_same_unique_key_by_hand_says_that_the_job_exists(dsn: str) -> None:
         ["{}", "--tag", ""],
         ["{}", "--scope", "pending", "--window", "5m", "--unique", "k"],
         ["{}", "--unique", "k", "--scope", "unfinished", "--action", "merge"],
+        ["{}", "--unique", "k", "--window", "0s"],
+        ["{}", "--action", "replace"],
+        ["{}", "--scope", "unfinished"],
+        ["{}", "--window", "5m"],
     ],
     ids=lambda given: " ".join(given)[:40],
 )

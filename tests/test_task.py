@@ -116,6 +116,60 @@ def test_a_value_of_megabytes_is_not_repeated_in_the_error(app: App, given: dict
     assert len(str(refused.value)) < 1_000
 
 
+@pytest.mark.parametrize("window", [timedelta(), -timedelta(days=1)])
+def test_a_window_that_holds_no_key_is_refused(app: App, window: timedelta) -> None:
+    @app.task
+    def send(to: str) -> None: ...
+
+    with pytest.raises(InvalidArgument, match=r"window is .*; write one like"):
+        send.using(unique="k", window=window)
+    with pytest.raises(InvalidArgument, match=r"window is .*; write one like"):
+        app.task(name="other", window=window)
+
+
+OF_A_KEY: list[dict[str, Any]] = [
+    {"scope": "unfinished"},
+    {"action": "replace"},
+    {"window": timedelta(hours=1)},
+    {"merge": "deep"},
+]
+
+
+@pytest.mark.parametrize("said", OF_A_KEY, ids="".join)
+def test_what_is_said_of_a_key_where_there_is_none_is_refused_when_the_job_is_made(
+    app: App, said: dict[str, Any]
+) -> None:
+    @app.task
+    def send(to: str) -> None: ...
+
+    for keyless in (
+        send.using(**said),
+        send.using(**said).using(queue="mail"),
+        send.using(queue="mail").using(**said),
+    ):
+        with pytest.raises(
+            InvalidArgument, match=f"task 'send': {''.join(said)} is .* give it unique="
+        ) as refused:
+            keyless.job("ada")
+        assert refused.value.argument == "".join(said)
+        with pytest.raises(InvalidArgument, match="give it unique="):
+            keyless.enqueue("ada")
+        assert keyless.using(unique="k").job("ada").unique_key == "k"
+    assert send.using(unique="k").using(**said).job("ada").unique_key == "k"
+
+
+@pytest.mark.parametrize("said", OF_A_KEY, ids="".join)
+def test_a_task_may_say_what_holds_for_those_of_its_jobs_that_have_a_key(
+    app: App, said: dict[str, Any]
+) -> None:
+    @app.task(**said)
+    def send(to: str) -> None: ...
+
+    assert send.job("ada").unique_key is None
+    assert send.using(queue="mail").job("ada").unique_key is None
+    assert send.using(unique="k").job("ada").unique_key == "k"
+
+
 def test_a_generator_is_refused(app: App) -> None:
     def some() -> Any:
         yield 1

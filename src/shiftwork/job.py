@@ -318,6 +318,11 @@ def sending(
         "keep": _whole("keep", _days(keep) if isinstance(keep, timedelta) else keep, 0, 2**31 - 1),
     }
     if window is not None:
+        if window <= timedelta():
+            raise InvalidArgument(
+                f"window is {window}, and a key is held for longer than nothing; write one like timedelta(hours=1)",
+                argument="window",
+            )
         if scope not in (None, "window"):
             raise InvalidArgument(
                 f"window goes with scope='window', not with scope={scope!r}", argument="window"
@@ -326,6 +331,23 @@ def sending(
     if merge is not None and action is None:
         chosen["unique_action"] = "merge"
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+_OF_A_KEY = {"unique_window": "window", "unique_scope": "scope", "merge": "merge", "unique_action": "action"}
+
+
+def about_a_key(chosen: Mapping[str, Any]) -> str | None:
+    """What was said that only means something to a job with a unique key, by its name; None if nothing was."""
+    return next((option for name, option in _OF_A_KEY.items() if name in chosen), None)
+
+
+def without_a_key(task: str, option: str) -> InvalidArgument:
+    """Why a job cannot be sent for which that was said, and no key."""
+    return InvalidArgument(
+        f"task {task!r}: {option} is about jobs that have the same key, and this one has none; give it unique=…, or leave {option} out",
+        task=task,
+        argument=option,
+    )
 
 
 _RANGES = ("int4", "int8", "num", "date", "ts", "tstz")

@@ -17,7 +17,7 @@ from shiftwork.codec import Signature, safe_text
 from shiftwork.codes import Codes, check_codes
 from shiftwork.context import Context
 from shiftwork.errors import ConfigurationError, InvalidArgument
-from shiftwork.job import Action, NewJob, Scope, sending
+from shiftwork.job import Action, NewJob, Scope, about_a_key, sending, without_a_key
 from shiftwork.printable import shown
 from shiftwork.retry import Retry
 from shiftwork.settings import LONGEST, UNLIMITED, Rule, Settings, choice, length, maybe, switch, whole
@@ -71,12 +71,20 @@ class Sending(Generic[P, R]):
     """A task, and how its jobs are to be sent."""
 
     def __init__(
-        self, app: Surroundings, signature: Signature, options: Mapping[str, Any], connection: object = None
+        self,
+        app: Surroundings,
+        signature: Signature,
+        options: Mapping[str, Any],
+        connection: object = None,
+        *,
+        keyless: str | None = None,
     ) -> None:
+        """`keyless` is what `using` said of a unique key, while there is none."""
         self.signature = signature
         self._app = app
         self._options = options
         self._connection = connection
+        self._keyless = keyless
 
     @property
     def name(self) -> str:
@@ -91,6 +99,8 @@ class Sending(Generic[P, R]):
 
     def job(self, *args: P.args, **kwargs: P.kwargs) -> NewJob[R]:
         """A job with these arguments, for `app.enqueue_many`."""
+        if self._keyless is not None:
+            raise without_a_key(self.name, self._keyless)
         payload = self.signature.encode(args, kwargs, self._app.settings.max_payload)
         return NewJob(task=self.signature.task, payload=payload, **self._options)
 
@@ -147,7 +157,10 @@ class Sending(Generic[P, R]):
         lent = self._connection if connection is None else connection
         overruled = {_RIVALS[name] for name in chosen if name in _RIVALS}
         kept = {name: value for name, value in self._options.items() if name not in overruled}
-        return Sending(self._app, self.signature, kept | chosen, lent)
+        options = kept | chosen
+        # A task may declare these for the jobs that will have a key, and a key may still come with another `using`.
+        keyless = None if "unique_key" in options else about_a_key(chosen) or self._keyless
+        return Sending(self._app, self.signature, options, lent, keyless=keyless)
 
 
 _RIVALS = {"delay": "run_at", "run_at": "delay", "expires_in": "expires_at", "expires_at": "expires_in"}

@@ -231,16 +231,19 @@ def enqueue(settings: Settings, task: str, arguments: str, as_json: bool, **opti
     import msgspec  # noqa: PLC0415
 
     from shiftwork import operations  # noqa: PLC0415
-    from shiftwork.job import NewJob, check_name, sending  # noqa: PLC0415
+    from shiftwork.job import NewJob, about_a_key, check_name, sending  # noqa: PLC0415
 
     tags = options.pop("tags") or None
     try:
         payload = msgspec.Raw(arguments.strip().encode())
     except UnicodeEncodeError:
         raise Refused("the arguments are not UTF-8") from None
-    job: NewJob[object] = NewJob(
-        task=check_name("the name of a task", task), payload=payload, **sending(**options, tags=tags)
-    )
+    chosen = sending(**options, tags=tags)
+    if options["unique"] is None and (said := about_a_key(chosen)):
+        raise Refused(
+            f"--{said} is about jobs that have the same key; give one with --unique, or leave it out"
+        )
+    job: NewJob[object] = NewJob(task=check_name("the name of a task", task), payload=payload, **chosen)
     with opened(settings) as app:
         sent = app.client.perform(operations.enqueue_one(app.client.store, job))
     if as_json:
