@@ -106,6 +106,28 @@ def test_what_is_worth_a_warning_is_no_reason_to_fail(check: Check, monkeypatch:
     assert check(GOOD, "--dsn", "nonsense")[:2] == (1, ["SW-102", "SW-101", "SW-104"])
 
 
+def test_an_option_of_a_task_that_is_written_as_text_means_what_check_says_of_it(
+    check: Check, dsn: str, protocol: Protocol
+) -> None:
+    # It passed, and each job then failed with an AttributeError.
+    text = (
+        APP
+        + "@app.task(timeout='2s', transaction='no', concurrency='3')\ndef work(n: int) -> int:\n    return n\n"
+    )
+    assert check(text, "--live", "--dsn", dsn)[:2] == (0, [])
+    shown: dict[str, Any] = {}
+    exec(text.replace("App()", f"App({dsn!r})"), shown)
+    with shown["app"] as app:
+        job = shown["work"].enqueue(7)
+        app.run_worker(stop_when_idle=True)
+        assert (job.info().state, job.info().result) == ("completed", 7)
+
+    for wrong in ("timeout='soon'", "transaction='perhaps'", "concurrency='many'"):
+        code, problems, answer = check(APP + f"@app.task({wrong})\ndef work(n: int) -> None: ...\n")
+        assert (code, problems) == (1, ["SW-202"])
+        assert f"task 'work': {wrong.replace('=', ' is ')}; it must be" in answer["problems"][0]["message"]
+
+
 def test_an_app_that_is_not_there_or_cannot_be_imported_is_told_of(check: Check, place: Path) -> None:
     assert check("x = 1")[1] == ["SW-201"]
     code, problems, answer = check("import shiftwork\nraise ValueError('canary')")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import psycopg
 import pytest
@@ -65,6 +65,10 @@ def test_a_task_without_options_has_the_defaults(app: App) -> None:
         ({"timeout": timedelta()}, "a duration from 1ms"),
         ({"timeout": 5}, "timeout is 5; it must be a duration"),
         ({"transaction": None}, "transaction is None"),
+        ({"timeout": "soon"}, "timeout is 'soon'; it must be a duration"),
+        ({"transaction": "perhaps"}, "transaction is 'perhaps'; it must be true, false"),
+        ({"concurrency": "many"}, "concurrency is 'many'; it must be a whole number"),
+        ({"max_running": "9" * 5_000}, "max_running is '9+…; it must be a whole number"),
     ],
 )
 def test_an_option_out_of_range_is_refused_when_the_task_is_declared(
@@ -75,6 +79,27 @@ def test_an_option_out_of_range_is_refused_when_the_task_is_declared(
     with pytest.raises(ConfigurationError, match=f"task 'send': .*{allowed}"):
         app.task(**wrong)(send)
     assert not app.tasks
+
+
+def test_an_option_that_is_written_as_text_is_taken_for_what_it_means(app: App) -> None:
+    written: dict[str, Any] = {
+        "timeout": "2s",
+        "transaction": "no",
+        "concurrency": "3",
+        "max_running": "2",
+        "max_resets": "1",
+        "on_lost": "FAIL",
+    }
+
+    @app.task(**written)
+    def send(to: str) -> None: ...
+
+    assert send.timeout == timedelta(seconds=2)
+    assert send.transaction is False
+    assert (send.concurrency, send.max_running, send.max_resets, send.on_lost) == (3, 2, 1, "fail")
+    assert app.task(name="endless", timeout=cast("Any", "none"))(send.function).timeout is None
+    routine = app.sql_task("derive", handler="stats.derive(jsonb)", timeout=cast("Any", "1m30s")).routine
+    assert routine.timeout == 90
 
 
 @pytest.mark.parametrize("unfit", ["q" * 101, "ä" * 51, "", "a\nb", 5])

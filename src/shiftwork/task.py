@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
@@ -182,17 +182,19 @@ class Options:
     codes: Mapping[type[BaseException], str] = field(default_factory=dict)
     default_code: str | None = None
 
-    def check(self, task: str) -> None:
-        """Refuse what cannot be, with what it may be."""
+    def read(self, task: str) -> Options:
+        """The same, with what was written as text (`"2s"`) as what it means; what cannot be is refused, with what it may be."""
+        meant: dict[str, Any] = {}
         for name, (allowed, take) in _RULES.items():
             value = getattr(self, name)
             try:
-                take(value)
-            except (ValueError, TypeError):
+                meant[name] = take(value)
+            except (ValueError, TypeError, OverflowError):
                 raise ConfigurationError(
                     f"task {task!r}: {name} is {shown(value)}; it must be {allowed}"
                 ) from None
         check_codes(f"task {task!r}", self.codes, self.default_code)
+        return replace(self, **meant)
 
 
 _RULES: Mapping[str, Rule] = {
@@ -230,7 +232,7 @@ class Task(Sending[P, R]):
         options: Mapping[str, Any],
         running: Options,
     ) -> None:
-        running.check(name)
+        running = running.read(name)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigurationError(
                 f"task {name!r} is a generator, which ends before it begins; return a list"
@@ -385,7 +387,7 @@ class SqlTask(Sending[..., Any]):
         commits: bool = False,
         description: str | None = None,
     ) -> None:
-        running.check(name)
+        running = running.read(name)
         retry = running.retry
         if retry is not None and retry.on is not None and not _are_codes(retry.on):
             raise ConfigurationError(
