@@ -371,6 +371,25 @@ def test_an_annotation_or_a_name_that_breaks_is_refused_when_the_task_is_declare
             Signature("t", function)
 
 
+class Mixed(enum.Enum):
+    WORD = "a"
+    NUMBER = 2
+
+
+def test_an_argument_whose_type_cannot_be_read_from_json_is_named_when_the_task_is_declared() -> None:
+    def plain(n: int, kind: Mixed) -> None: ...
+
+    def nested(n: int, kind: list[Mixed] | None = None) -> None: ...
+
+    def rest(n: int, **kind: Mixed) -> None: ...
+
+    for function in (plain, nested, rest):
+        with pytest.raises(
+            ConfigurationError, match=r"'t': the annotation of argument 'kind' cannot be followed: .*Mixed"
+        ):
+            Signature("t", function)
+
+
 def test_what_is_injected_is_never_stored() -> None:
     def work(context: Later, n: int) -> None: ...
 

@@ -435,12 +435,14 @@ class Signature:
             fields.append((name, hint, msgspec.UNSET) if optional else (name, hint))
         try:
             record = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
-            msgspec.json.Decoder(
-                record, dec_hook=_build
-            )  # complains now about annotations that it cannot follow
+            for checked in (record, self._hints.get(self._rest or "", Any)):
+                msgspec.json.Decoder(checked, dec_hook=_build)  # complains now of what it cannot follow
         except TypeError as error:
+            hints = self.arguments.items()
+            culprit = next((name for name, hint in hints if _reader_of(hint) is None), None)
+            which = "an annotation" if culprit is None else f"the annotation of argument {culprit!r}"
             raise ConfigurationError(
-                f"task {self.task!r}: an annotation cannot be followed: {error}"
+                f"task {self.task!r}: {which} cannot be followed: {error}. Give it a type that can be read from JSON"
             ) from error
         return record
 
