@@ -99,6 +99,29 @@ def test_reset_asks_first(data: Path) -> None:
     assert not (data / "cluster").exists()
 
 
+def test_reset_looks_before_it_asks(data: Path) -> None:
+    missing = db(data, "reset")
+    assert (missing.returncode, missing.stdout) == (0, f"There was nothing in {data}.\n")
+    data.mkdir()
+    assert "There was nothing" in db(data, "reset").stdout
+    (data / "thesis.tex").touch()
+    foreign = db(data, "reset", answer="y\n")
+    assert (foreign.returncode, foreign.stdout) == (1, "")
+    assert "left alone" in foreign.stderr
+    assert (data / "thesis.tex").exists()
+    assert "not a directory" in db(data / "thesis.tex", "reset").stderr
+
+
+@pytest.mark.parametrize("verb", ["start", "stop", "status", "reset"])
+def test_a_directory_without_a_name_is_wrong_usage(tmp_path: Path, verb: str) -> None:
+    said = subprocess.run(
+        [*SHIFTWORK, "db", verb, "--data", ""], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 2
+    assert "it names no directory" in said.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_is_told_in_words_and_ends_with_1(data: Path) -> None:
     data.mkdir()
     (data / "thesis.tex").touch()

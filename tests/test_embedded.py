@@ -519,7 +519,8 @@ def test_a_directory_with_other_things_in_it_is_left_alone(data: Path, name: str
         started(data)
     assert [path.name for path in data.iterdir()] == [name]
     assert state_of(data) == before
-    assert not embedded.reset(data)
+    with pytest.raises(EmbeddedError, match="left alone"):
+        embedded.reset(data)
     assert (data / name).exists()
 
 
@@ -527,6 +528,22 @@ def test_a_file_in_place_of_the_directory_is_refused(data: Path) -> None:
     data.touch()
     with pytest.raises(EmbeddedError, match="not a directory"):
         started(data)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["file/sub", "loop/sub", "x" * 300, pytest.param("/proc/nope", marks=on_linux)],
+    ids=lambda place: place[:10],
+)
+def test_a_place_where_no_directory_can_be_is_told_with_what_to_do(data: Path, place: str) -> None:
+    data.mkdir()
+    (data / "file").touch()
+    (data / "loop").symlink_to(data / "loop")
+    with pytest.raises(
+        EmbeddedError, match=r"There can be no data directory .* Choose another place for the data\.$"
+    ) as refused:
+        started(data / place)
+    assert "[Errno" not in str(refused.value)
 
 
 @as_root

@@ -738,11 +738,7 @@ def _prepare(data: Path, account: Account) -> None:
             f"{data} belongs to {_user_name(owner.st_uid)}, and this is {_user_name(os.geteuid())}. Run as "
             f"{_user_name(owner.st_uid)}, or choose another place for the data."
         )
-    content = {path.name for path in data.iterdir()}
-    if content and "start.lock" not in content:
-        what = "not empty, and not made by shiftwork"
-        if "PG_VERSION" in content:
-            what = "a PostgreSQL data directory that shiftwork did not make"
+    if what := _foreign(data):
         raise EmbeddedError(f"{data} is {what}; it was left alone. Choose an empty or a new directory.")
     if not account.can("-x", data):
         raise EmbeddedError(
@@ -750,6 +746,16 @@ def _prepare(data: Path, account: Account) -> None:
             "directory below directories that everyone may pass (/var/lib, /srv), or start as an ordinary "
             "user."
         )
+
+
+def _foreign(data: Path) -> str | None:
+    """What a directory is that is neither ours nor empty."""
+    content = {path.name for path in data.iterdir()}
+    if not content or "start.lock" in content:
+        return None
+    if "PG_VERSION" in content:
+        return "a PostgreSQL data directory that shiftwork did not make"
+    return "not empty, and not made by shiftwork"
 
 
 def _socket_directory(data: Path, account: Account) -> Path:
@@ -810,7 +816,14 @@ def _explaining(data: Path) -> Iterator[None]:
                 f"No permission for {error.filename or data}: {error.strerror}. Choose another data "
                 "directory, or run as the user that it belongs to."
             ) from error
-        raise EmbeddedError(f"The embedded server in {data} cannot be used: {error}") from error
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}:
+            raise EmbeddedError(
+                f"There can be no data directory {data}: {error.strerror}. Choose another place for the data."
+            ) from error
+        raise EmbeddedError(
+            f"The embedded server in {data} cannot be used: {error.strerror or error}. Mend that and try again, or set "
+            "DATABASE_URL to a server that you have."
+        ) from error
 
 
 def _refusal(data: Path, offset: int) -> EmbeddedError:
@@ -950,11 +963,29 @@ def _stop(data: Path, *, now: bool) -> bool:
     return True
 
 
+def is_there(data: Path | None = None) -> bool:
+    """See whether there is something to reset; what is not ours is refused."""
+    data = _place(data)
+    with _explaining(data):
+        return _is_ours(data) and any(path.suffix != ".lock" for path in data.iterdir())
+
+
+def _is_ours(data: Path) -> bool:
+    if not data.exists():
+        return False
+    if what := _foreign(data) if data.is_dir() else "not a directory":
+        raise EmbeddedError(
+            f"{data} is {what}; it was left alone. Name the data directory of an embedded server: `shiftwork db status` "
+            "says where the default one is."
+        )
+    return (data / "start.lock").exists()
+
+
 def reset(data: Path | None = None, *, now: bool = False) -> bool:
     """Stop the server and delete its data; say whether there was any."""
     data = _place(data)
     with _explaining(data):
-        if not (data / "start.lock").exists():
+        if not _is_ours(data):
             return False
         with _alone(data):
             _stop(data, now=now)

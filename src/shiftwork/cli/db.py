@@ -38,10 +38,19 @@ def told() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
+def _named(_: click.Context, __: click.Parameter, path: str | None) -> Path | None:
+    if path == "":
+        raise click.BadParameter(
+            "it names no directory; `.` would be this one, and without --data it is the default one"
+        )
+    return None if path is None else Path(path)
+
+
 def data_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--data",
-        type=click.Path(path_type=Path),
+        type=click.Path(),
+        callback=_named,
         help="The server's data directory, if not the default one (see `shiftwork db status`).",
     )(command)
 
@@ -140,6 +149,6 @@ def reset(data: Path | None, now: bool, yes: bool) -> None:
     """Stop the server and delete its data, all of it, after asking."""
     with told():
         place = embedded.status(data).data
-        if not yes:
+        if not yes and embedded.is_there(data):
             click.confirm(f"Delete everything in the embedded server's data directory {place}?", abort=True)
         click.echo(f"Deleted {place}." if embedded.reset(data, now=now) else f"There was nothing in {place}.")
