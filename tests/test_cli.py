@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import click
 import psycopg
 import pytest
 from click.testing import CliRunner, Result
@@ -23,6 +24,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from shiftwork import cli, embedded
+from shiftwork.migrate import PROTOCOL
 from shiftwork.printable import clean
 from tests.harness import Protocol
 
@@ -94,6 +96,31 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert result.stdout.startswith(f"Usage: main {' '.join(command)}")
 
 
+WITHOUT_JSON = {
+    *("db psql", "db reset", "db start", "db stop", "db url"),
+    *("demo", "gateway", "worker"),
+    *("sql enqueue-function", "table install"),
+}
+"""What runs until it is stopped, starts or stops a server, or writes SQL."""
+
+
+def commands(group: click.Group, *above: str) -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *above, name)
+        elif command is not None:
+            yield " ".join((*above, name)), command
+
+
+def test_every_command_that_lists_or_answers_does_so_for_programs_too() -> None:
+    every = dict(commands(cli.main))
+    assert {"migrate", "queues retain", "tasks limit", "workers pause", "resume"} <= every.keys()
+    silent = {name for name, one in every.items() if not any("--json" in it.opts for it in one.params)}
+    assert silent == WITHOUT_JSON
+
+
 def test_version_says_which_one_it_is() -> None:
     assert re.fullmatch(r"shiftwork \d+\.\d+\S*\n", shiftwork("--version").stdout)
 
@@ -123,6 +150,26 @@ def test_migrate_says_what_it_did_and_the_second_time_that_there_was_nothing_to_
     ]
     assert told("migrate", dsn=empty_dsn).stdout.startswith("Nothing to do")
     assert told("migrate", "--check", dsn=empty_dsn).exit_code == 0
+
+
+def test_migrate_tells_programs_what_is_missing_and_what_was_done(empty_dsn: str) -> None:
+    plan = answer("migrate", "--plan", dsn=empty_dsn)
+    assert (plan["steps"][0], plan["steps"][-1]) == ("apply 0001_tables", "create the functions")
+    assert (plan["installed"], plan["protocol"]) == (0, PROTOCOL)
+    checked = told("migrate", "--check", "--json", dsn=empty_dsn)
+    assert (checked.exit_code, json.loads(checked.stdout)) == (1, plan)
+    assert answer("migrate", "--plan", "--roles", dsn=empty_dsn)["steps"] == [
+        *plan["steps"],
+        "grant the roles",
+    ]
+
+    done = answer("migrate", dsn=empty_dsn)
+    assert (len(done["steps"]), done["steps"][0]) == (len(plan["steps"]), "applied 0001_tables")
+    nothing = {"steps": [], "installed": PROTOCOL, "protocol": PROTOCOL}
+    for more in ([], ["--plan"], ["--check"]):
+        again = told("migrate", *more, "--json", dsn=empty_dsn)
+        assert (again.exit_code, json.loads(again.stdout)) == (0, nothing)
+    assert told("migrate", "--sql", "--json", dsn=empty_dsn).exit_code == 2
 
 
 def test_two_schemas_live_in_one_database(empty_dsn: str) -> None:
@@ -563,6 +610,35 @@ def test_a_paused_task_is_listed_and_resumed(dsn: str, protocol: Protocol) -> No
         3,
     )
     assert told("tasks", "resume", "greet", dsn=dsn).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["queues", "pause", "mail", "--for", "1h"], {"queue": "mail", "paused": True}),
+        (["queues", "resume", "mail"], {"queue": "mail", "resumed": False}),
+        (["queues", "limit", "mail", "5"], {"queue": "mail", "max_running": 5}),
+        (
+            ["queues", "retain", "mail", "--failed", "7d"],
+            {"queue": "mail", "completed": None, "failed": 7, "cancelled": None, "expired": None},
+        ),
+        (["tasks", "pause", "greet"], {"task": "greet", "paused": True}),
+        (["tasks", "limit", "greet", "none"], {"task": "greet", "max_running": None}),
+        (["workers", "pause", "1"], {"worker": 1, "paused": True}),
+        (["workers", "resume", "1"], {"worker": 1, "resumed": False}),
+        (["limit", "7"], {"max_running": 7}),
+        (["resume"], {"everything": True, "resumed": False}),
+        (["resume", "--queue", "mail"], {"queue": "mail", "resumed": False}),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_what_is_steered_is_answered_for_programs_too(
+    dsn: str, protocol: Protocol, command: list[str], said: dict[str, Any]
+) -> None:
+    assert protocol.register() == 1
+    found = told(*command, "--json", dsn=dsn)
+    assert json.loads(found.stdout) == said
+    assert found.exit_code == (3 if said.get("resumed") is False else 0)
 
 
 def test_what_is_kept_is_said_in_days_and_purge_forgets_the_rest(dsn: str, protocol: Protocol) -> None:

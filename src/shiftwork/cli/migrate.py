@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shiftwork.cli.asking import database_options, place
+from shiftwork.cli.asking import database_options, json_option, place
+from shiftwork.cli.printing import print_json
 from shiftwork.printable import clean
 from shiftwork.settings import Settings
 
 if TYPE_CHECKING:
     import psycopg
+
+    from shiftwork.migrate import Pending
 
 CODES = (
     "Exit codes: 0 done, or nothing to do; 1 failed, or (with --check) something is missing; 2 wrong usage."
@@ -29,7 +32,8 @@ CODES = (
 )
 @click.option("--check", "mode", flag_value="check", help="Exit with 1 if anything is missing; do nothing.")
 @click.option("--roles", is_flag=True, help="Make the roles owner, producer, worker, operator, viewer, too.")
-def migrate(settings: Settings, mode: str | None, roles: bool) -> None:
+@json_option
+def migrate(settings: Settings, mode: str | None, roles: bool, as_json: bool) -> None:
     """Install the schema in a database, or bring it up to date.
 
     Safe to run again, from several places at once, and after one was killed: it goes on with what is missing.
@@ -38,30 +42,38 @@ def migrate(settings: Settings, mode: str | None, roles: bool) -> None:
     from shiftwork import migrate as installing  # noqa: PLC0415  -- --help needs none of it
 
     if mode == "sql":
+        if as_json:
+            raise click.UsageError("--sql is a script for psql, and not JSON.")
         click.echo(installing.script(settings.schema, with_roles=roles))
         return
     with connected(settings) as (connection, where):
         if mode is None:
-            done = installing.migrate(connection, settings.schema, with_roles=roles)
-            for line in done:
-                click.echo(f"• {clean(line)}")
-            ending = "Up to date" if done else "Nothing to do"
-            click.echo(f"{ending}: {where} has protocol {installing.PROTOCOL}.")
-            return
-        pending = installing.pending(connection, settings.schema)
-        missing = [f"apply {step.name}" for step in pending.migrations]
-        if pending.functions:
-            missing.append(f"{'re-create' if pending.installed else 'create'} the functions")
-        if roles and mode == "plan":
-            missing.append("grant the roles")
-        for line in missing:
-            click.echo(f"• {line}")
-        if not missing and pending.installed > installing.PROTOCOL:
-            click.echo(f"Nothing to do: {where} has protocol {pending.installed}, of a newer shiftwork.")
-        elif not missing:
-            click.echo(f"Nothing to do: {where} has protocol {installing.PROTOCOL}.")
-        elif mode == "check":
-            raise click.ClickException(f"{where} lacks the above. Run: shiftwork migrate")
+            steps = installing.migrate(connection, settings.schema, with_roles=roles)
+            installed = installing.PROTOCOL
+        else:
+            pending = installing.pending(connection, settings.schema)
+            steps, installed = _missing(pending), pending.installed
+            if roles and mode == "plan":
+                steps.append("grant the roles")
+    if as_json:
+        print_json({"steps": steps, "installed": installed, "protocol": installing.PROTOCOL})
+    else:
+        for line in steps:
+            click.echo(f"• {clean(line)}")
+        if mode is None or not steps:
+            ending = "Up to date" if steps else "Nothing to do"
+            newer = ", of a newer shiftwork" if installed > installing.PROTOCOL else ""
+            click.echo(f"{ending}: {where} has protocol {installed}{newer}.")
+    if mode == "check" and steps:
+        raise click.ClickException(f"{where} lacks the above. Run: shiftwork migrate")
+
+
+def _missing(pending: Pending) -> list[str]:
+    """What would be done."""
+    steps = [f"apply {step.name}" for step in pending.migrations]
+    if pending.functions:
+        steps.append(f"{'re-create' if pending.installed else 'create'} the functions")
+    return steps
 
 
 @contextlib.contextmanager

@@ -44,6 +44,14 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, default=_plain, indent=2))
 
 
+def print_answer(said: str, told: Mapping[str, object], *, as_json: bool) -> None:
+    """What came of it: a sentence for people, or the same as JSON."""
+    if as_json:
+        print_json(told)
+    else:
+        click.echo(said)
+
+
 def json_line(value: object) -> str:
     """A JSON document in one line, in ASCII."""
     return json.dumps(value, default=_plain)

@@ -10,7 +10,7 @@ import click
 
 from shiftwork import operations
 from shiftwork.cli.asking import database_options, duration, json_option, opened, place
-from shiftwork.cli.printing import at, print_json, print_table, shortened
+from shiftwork.cli.printing import at, print_answer, print_json, print_table, shortened
 from shiftwork.cli.steering import CODES, add_limit, named, steer
 from shiftwork.job import State, moment
 from shiftwork.printable import clean
@@ -132,7 +132,8 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @database_options
 @click.argument("name")
 @_keeping
-def retain(settings: Settings, name: str, **kept: int | None) -> None:
+@json_option
+def retain(settings: Settings, name: str, as_json: bool, **kept: int | None) -> None:
     """Say how long finished jobs of a queue are kept; `*` is for all queues that say nothing else.
 
     What is not given stays as it was. It holds for jobs that finish from now on.
@@ -142,7 +143,7 @@ def retain(settings: Settings, name: str, **kept: int | None) -> None:
     with opened(settings) as app:
         days = {State(ending): value for ending, value in kept.items() if value is not None}
         app.client.perform(operations.retain(app.client.store, named("queue", name), days))
-    click.echo(f"queue {clean(name)} keeps {_kept(kept)}.")
+    print_answer(f"queue {clean(name)} keeps {_kept(kept)}.", {"queue": name, **kept}, as_json=as_json)
 
 
 @click.command()

@@ -12,7 +12,7 @@ import click
 
 from shiftwork import operations
 from shiftwork.cli.asking import NOT_SO, Refused, database_options, duration, json_option, opened, place
-from shiftwork.cli.printing import at, print_json, print_table, shortened
+from shiftwork.cli.printing import at, print_answer, print_json, print_table, shortened
 from shiftwork.job import check_name, moment
 from shiftwork.printable import QUEUE_BYTES, TASK_BYTES, clean
 from shiftwork.settings import Settings
@@ -50,23 +50,27 @@ def steer(group: click.Group, kind: str, read: Callable[[str, str], object]) -> 
     @database_options
     @click.argument("name")
     @_lasting
-    def pause(settings: Settings, name: str, lasting: timedelta | None, reason: str | None) -> None:
+    @json_option
+    def pause(
+        settings: Settings, name: str, lasting: timedelta | None, reason: str | None, as_json: bool
+    ) -> None:
         meant: dict[str, Any] = {kind: read(kind, name)}
         with opened(settings) as app:
             app.client.perform(operations.pause(app.client.store, **meant, lasting=lasting, reason=reason))
-        click.echo(
-            f"{kind} {clean(name)} is paused{'' if lasting else f', until `shiftwork {kind}s resume`'}."
-        )
+        said = f"{kind} {clean(name)} is paused{'' if lasting else f', until `shiftwork {kind}s resume`'}."
+        print_answer(said, {**meant, "paused": True}, as_json=as_json)
 
     @group.command(help=f"End the pause of a {kind}.", epilog=CODES)
     @database_options
     @click.argument("name")
+    @json_option
     @click.pass_context
-    def resume(context: click.Context, settings: Settings, name: str) -> None:
+    def resume(context: click.Context, settings: Settings, name: str, as_json: bool) -> None:
         meant: dict[str, Any] = {kind: read(kind, name)}
         with opened(settings) as app:
             resumed = app.client.perform(operations.resume(app.client.store, **meant))
-        click.echo(f"{kind} {clean(name)} {'goes on' if resumed else 'was not paused'}.")
+        said = f"{kind} {clean(name)} {'goes on' if resumed else 'was not paused'}."
+        print_answer(said, {**meant, "resumed": resumed}, as_json=as_json)
         context.exit(0 if resumed else NOT_SO)
 
 
@@ -95,8 +99,9 @@ def add_limit(group: click.Group, kind: str) -> None:
     @database_options
     @click.argument("name")
     @click.argument("most", type=number_or_none)
-    def limit_one(settings: Settings, name: str, most: int | None) -> None:
-        _limit(settings, most, f"{kind} {clean(name)}", {kind: named(kind, name)})
+    @json_option
+    def limit_one(settings: Settings, name: str, most: int | None, as_json: bool) -> None:
+        _limit(settings, most, f"{kind} {clean(name)}", {kind: named(kind, name)}, as_json=as_json)
 
 
 @click.command()
@@ -110,7 +115,7 @@ def limit(settings: Settings, most: str | None, as_json: bool) -> None:
     running than may, nothing is claimed until enough has ended.
     """
     if most is not None:
-        _limit(settings, number_or_none(most), "the cluster", {})
+        _limit(settings, number_or_none(most), "the cluster", {}, as_json=as_json)
         return
     with opened(settings) as app:
         found = app.client.perform(operations.list_limits(app.client.store))
@@ -123,10 +128,13 @@ def limit(settings: Settings, most: str | None, as_json: bool) -> None:
         print_table(("of", "name", "limit", "running"), rows, numbers=("limit", "running"))
 
 
-def _limit(settings: Settings, most: int | None, what: str, meant: Mapping[str, str]) -> None:
+def _limit(
+    settings: Settings, most: int | None, what: str, meant: Mapping[str, str], *, as_json: bool
+) -> None:
     with opened(settings) as app:
         app.client.perform(operations.limit(app.client.store, most, **meant))
-    click.echo(f"{what} has no limit." if most is None else f"{what} runs at most {most} at once.")
+    said = f"{what} has no limit." if most is None else f"{what} runs at most {most} at once."
+    print_answer(said, {**meant, "max_running": most}, as_json=as_json)
 
 
 def _meant(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,10 +237,14 @@ def _running(app: App, meant: Mapping[str, Any]) -> list[dict[str, Any]]:
 @click.command(epilog=CODES)
 @database_options
 @_meant
+@json_option
 @click.pass_context
-def resume(context: click.Context, settings: Settings, meant: Mapping[str, Any], what: str) -> None:
+def resume(
+    context: click.Context, *, settings: Settings, meant: Mapping[str, Any], what: str, as_json: bool
+) -> None:
     """End the pause of everything, as `shiftwork drain` made it, or of one queue, task or worker."""
     with opened(settings) as app:
         resumed = app.client.perform(operations.resume(app.client.store, **meant))
-    click.echo(f"{what} {'goes on' if resumed else 'was not paused'}.")
+    said = f"{what} {'goes on' if resumed else 'was not paused'}."
+    print_answer(said, {**meant, "resumed": resumed}, as_json=as_json)
     context.exit(0 if resumed else NOT_SO)
