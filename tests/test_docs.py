@@ -279,6 +279,30 @@ def test_the_page_of_roles_says_who_may_call_what() -> None:
     assert told == granted
 
 
+FIGURE = re.compile(r"(?<![\d.,])(?:\d+\.\d\d|\d{1,3}(?:,\d{3})+)(?![\d,]|\.\d)")
+MEASURED = {
+    r"five million of them, claiming and settling ran at (\S+) of its speed": (
+        r"^\| claim and settle with 5,000,000 jobs in history \| none \| (\S+) "
+    ),
+    r"old snapshot held open, the last quarter went at (\S+) of the speed": (
+        r"^\| an old snapshot held open, 100,000 plain jobs: the last quarter \| the first quarter \| (\S+) "
+    ),
+    r"on uvloop, ran (\S+) no-op jobs a second": r"^One process ran (\S+) jobs a second",
+}
+"""Figures of the README, in their words, and where the page of benchmarks has them."""
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_of_benchmarks() -> None:
+    readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/benchmarks.md"))
+    claims = " ".join(readme.split("\n## What is different\n")[1].split("\n## ")[0].split())
+    told = FIGURE.findall(claims)
+    assert len(told) >= len(MEASURED)
+    assert set(told) <= set(FIGURE.findall(page))
+    for words, row in MEASURED.items():
+        [said], [measured] = re.findall(words, claims), re.findall(row, page, re.MULTILINE)
+        assert said == measured, words
+
+
 CLAIM = "# spec" + ":"  # in two parts, lest it be read as a claim of this file
 
 
