@@ -440,16 +440,31 @@ async def test_before_it_could_register_a_worker_is_alive_and_not_ready(dsn: str
 
 
 async def test_a_handler_that_keeps_the_event_loop_busy_does_not_keep_it_from_answering(
-    app: App, port: int
+    app: App, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It lives, and is not able to claim."""
+
     @app.task
-    async def block() -> list[int]:
-        return [ask(port, path)[0] for path in ("/live", "/ready", "/metrics")]
+    async def block() -> list[Any]:
+        live = ask(port, "/live")[0]
+        monkeypatch.setattr(endpoint, "PATIENCE", 0.1)
+        status, told = ask(port, "/ready")
+        scraped, text = ask(port, "/metrics")
+        monkeypatch.undo()
+        return [live, status, json.loads(told)["reasons"], scraped, read(text)["ready",]]
 
     async with app, Workshop(app, metrics_port=port) as shop:
         job = await block.aenqueue()
         await shop.ended(job)
-        assert await job.aresult(timeout=30) == [200, 200, 200]
+        assert await job.aresult(timeout=30) == [
+            200,
+            503,
+            ["its event loop is kept busy: no handler and no hook may block it"],
+            200,
+            0,
+        ]
+        assert (await asked(port, "/ready"))[0] == 200
+        assert (await scrape(port))["ready",] == 1
 
 
 async def test_whose_heartbeat_thread_does_not_turn_is_not_alive(

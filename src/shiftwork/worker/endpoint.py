@@ -1,6 +1,7 @@
 """Where a worker tells how it is, over HTTP: /live, /ready and /metrics, from a thread of its own.
 
-It only reads, and says nothing of what is in jobs. A handler that keeps the event loop busy does not keep it from answering. What
+It only reads, and says nothing of what is in jobs. A handler that keeps the event loop busy does not keep it from answering; nothing is
+claimed meanwhile, so the loop is asked for a sign of life by whoever has to say whether this worker is able to. What
 waits in the queues is asked of the database when metrics are asked for, every five seconds at most, on a connection that is there
 only meanwhile; while that cannot be had, the figures are those of before, and say how old they are.
 """
@@ -20,6 +21,7 @@ from shiftwork import operations
 from shiftwork.errors import ConfigurationError
 from shiftwork.stores.store import Store
 from shiftwork.worker.health import Health
+from shiftwork.worker.leases import ping
 from shiftwork.worker.line import Line
 from shiftwork.worker.metrics import Metrics
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 MEASURE_EVERY = 5.0
 PATIENCE = 2.0
-"""Seconds that the heartbeat thread has to show a sign of life, and the database to answer."""
+"""Seconds that the heartbeat thread and the event loop have to show a sign of life, and the database to answer."""
 
 MOST_AT_ONCE = 16
 SLOW = 10.0
@@ -108,6 +110,7 @@ class Endpoint:
         )
 
     def _ready(self) -> Answer:
+        self._look()
         reasons = self._health.reasons()
         return _document(
             {
@@ -119,13 +122,18 @@ class Endpoint:
             }
         )
 
+    def _look(self) -> None:
+        """See whether anything can be claimed at all."""
+        self._health.busy = not ping(self._loop).wait(PATIENCE)
+
     def _told(self, accepted: str) -> Answer:
         if self._registry is None:
             return 501, TEXT, MISSING.encode()
         from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
 
         with self._measuring:
-            if self._metrics.age >= MEASURE_EVERY:
+            self._look()
+            if self._metrics.age >= MEASURE_EVERY and not self._health.busy:
                 self._measure()
             encode, kind = choose_encoder(accepted)
             return 200, kind, encode(self._registry)

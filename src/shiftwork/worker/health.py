@@ -1,6 +1,6 @@
 """Whether a worker is alive, and whether it is able to claim: two questions with two answers.
 
-A worker that cannot claim (the database is away, it is paused, it stops) is alive and must not be killed for that. One whose
+A worker that cannot claim (the database is away, it is paused, its event loop is blocked, it stops) is alive and must not be killed for that. One whose
 heartbeat thread does not turn any more will never be anything else again.
 """
 
@@ -23,6 +23,8 @@ class Health:
         self._away: set[str] = set()
         self._deaf = False
         self.notifications = 0.0
+        self.busy = False
+        """Whether the event loop gave no sign of life when it was last asked: who asks says so."""
 
     def __call__(self, event: Event) -> None:  # noqa: PLR0912
         match event:
@@ -64,6 +66,8 @@ class Health:
             found.append(f"it stops: {self._stopping}")
         if not self.worker:
             found.append("it is not registered")
+        if self.busy:
+            found.append("its event loop is kept busy: no handler and no hook may block it")
         if self._paused:
             found.append("it is paused, or everything is")
         if self._barred:

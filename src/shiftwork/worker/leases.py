@@ -56,6 +56,14 @@ def through_suspend() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def ping(loop: asyncio.AbstractEventLoop) -> threading.Event:
+    """Set by an event loop as soon as it turns, whatever thread it has."""
+    turned = threading.Event()
+    with contextlib.suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(turned.set)
+    return turned
+
+
 class Leases:
     """Renews the lease of a worker; what it learns is passed on to the event loop of the worker."""
 
@@ -128,12 +136,10 @@ class Leases:
 
     def ping(self) -> threading.Event:
         """Set by the thread as soon as it turns; at once if it has not begun."""
+        if self._loop is not None:
+            return ping(self._loop)
         turned = threading.Event()
-        if self._loop is None:
-            turned.set()
-        else:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(turned.set)
+        turned.set()
         return turned
 
     async def reconcile(self) -> bool:
