@@ -11,7 +11,15 @@ import pytest
 from psycopg import sql
 
 from shiftwork import App, Context, Job, Retry
-from shiftwork.events import ClaimHookBack, ClaimHookFailed, HookFailed, JobBegan, JobEnded, JobPassedBy
+from shiftwork.events import (
+    ClaimHookBack,
+    ClaimHookFailed,
+    ClaimHookWaits,
+    HookFailed,
+    JobBegan,
+    JobEnded,
+    JobPassedBy,
+)
 from shiftwork.worker import attempt, hooks
 from shiftwork.worker.hooks import Round
 from tests.harness import Protocol
@@ -135,7 +143,18 @@ async def test_conditions_are_joined_each_by_itself_and_limits_hold_for_queue_ta
     assert sorted(job["task"] for job in claimed) == ["x", "x", "y", "y", "y", "y"]
 
 
-async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(app: App) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no figures"), "RuntimeError: no figures"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "CancelledError: "),
+    ],
+)
+async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(
+    app: App, error: BaseException, said: str, waits: bool
+) -> None:
     # spec: D-29, SG-2
     failing, asked = True, 0
 
@@ -143,15 +162,17 @@ async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(app: App) -
     async def work() -> None: ...
 
     @app.before_claim
-    def broken(claim: Round) -> None:
+    async def broken(claim: Round) -> None:
         nonlocal asked
         asked += 1
+        if waits:
+            await asyncio.sleep(0)
         if failing:
-            raise RuntimeError("no figures")
+            raise error
 
     job = await work.aenqueue()
     async with app, Workshop(app) as shop:
-        await shop.event(ClaimHookFailed, error="RuntimeError: no figures")
+        await shop.event(ClaimHookFailed, error=said)
         for _ in range(3):
             await work.aenqueue()  # wakes it
             seen = asked
@@ -162,6 +183,53 @@ async def test_a_hook_that_fails_skips_the_round_and_is_told_of_once(app: App) -
         await shop.ended(job)
         await shop.event(ClaimHookBack)
         assert len(shop.seen(ClaimHookFailed)) == 1
+
+
+async def test_a_hook_that_leaves_a_round_out_does_not_fail_any_more(app: App) -> None:
+    failing = True
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    def by_night(claim: Round) -> None:
+        if failing:
+            raise RuntimeError("no clock")
+        claim.skip(timedelta(hours=1))
+
+    async with app, Workshop(app) as shop:
+        await shop.event(ClaimHookFailed)
+        failing = False
+        await work.aenqueue()
+        await shop.event(ClaimHookBack)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_hook_before_a_claim_that_does_not_end_is_told_of_once_and_waited_for(
+    app: App, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latch = Latch()
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    async def slow(claim: Round) -> None:
+        await latch.hold()
+        if fails and latch.arrived == 1:
+            raise RuntimeError("too late")
+
+    monkeypatch.setattr(hooks, "WAITING", 0.05)
+    job = await work.aenqueue()
+    async with app, Workshop(app) as shop:
+        await shop.event(ClaimHookWaits, over=False)
+        assert (await shop.job(job)).state == "ready"
+        monkeypatch.undo()
+        latch.release()
+        await shop.event(ClaimHookWaits, over=True)
+        await shop.ended(job)
+        assert [event.over for event in shop.seen(ClaimHookWaits)] == [False, True]
+        assert len(shop.seen(ClaimHookFailed)) == fails
 
 
 async def test_a_job_for_which_a_condition_cannot_be_answered_is_passed_by_and_told_of_once(
@@ -411,25 +479,34 @@ async def test_several_hooks_run_in_order_whether_they_wait_or_fail(app: App) ->
 
 
 @pytest.mark.parametrize(
-    "how", ["waits", "fails at once", "fails after a while", "is cancelled after a while", "gives a future"]
+    "how",
+    [
+        "waits",
+        "fails at once",
+        "fails after a while",
+        "exits at once",
+        "exits after a while",
+        "is cancelled after a while",
+        "gives a future",
+    ],
 )
 async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App, how: str) -> None:
     # spec: SG-3, D-29
     told: list[str] = []
+    errors = {"fails": LookupError(how), "exits": SystemExit(how), "is": asyncio.CancelledError(how)}
+    error = errors.get(how.split(maxsplit=1)[0])
 
     @app.task
     async def work() -> None:
         told.append("work")
 
     async def hook(job: Job, failure: str | None = None) -> None:
-        if how == "fails at once":
-            raise LookupError(how)
+        if error is not None and how.endswith("at once"):
+            raise error
         await asyncio.sleep(0)
         told.append("hook")
-        if how == "fails after a while":
-            raise LookupError(how)
-        if how == "is cancelled after a while":
-            raise asyncio.CancelledError(how)
+        if error is not None:
+            raise error
 
     def future(job: Job, failure: str | None = None) -> asyncio.Future[None]:
         return asyncio.ensure_future(hook(job))
@@ -444,8 +521,8 @@ async def test_a_hook_alone_may_wait_and_fail_and_is_counted_each_time(app: App,
             "before_job": 3,
             "after_job": 3,
         }
-        assert len(shop.seen(HookFailed)) == (6 if "fails" in how or "cancelled" in how else 0)
-    assert told == (["work"] if how == "fails at once" else ["hook", "work", "hook"]) * 3
+        assert len(shop.seen(HookFailed)) == (0 if error is None else 6)
+    assert told == (["work"] if how.endswith("at once") else ["hook", "work", "hook"]) * 3
 
 
 async def test_hooks_see_the_job_as_its_handler_does(app: App) -> None:

@@ -24,8 +24,9 @@ import shiftwork
 from shiftwork import App, Job, events
 from shiftwork.errors import ConfigurationError
 from shiftwork.events import DatabaseAway, DatabaseBack, WorkerStarted
-from shiftwork.worker import endpoint
+from shiftwork.worker import endpoint, hooks
 from shiftwork.worker import worker as main_loop
+from shiftwork.worker.hooks import Round
 from shiftwork.worker.metrics import BOUNDS, MOST_TASKS, Durations, Metrics
 from tests import pooler
 from tests.harness import Protocol
@@ -418,6 +419,41 @@ async def test_a_singleton_that_lost_its_place_is_not_ready_until_it_has_it_back
             await shop.event(events.SingletonHeld, 2)
             await shop.ended(await work.aenqueue())
             assert (await asked(port, "/ready"))[0] == 200
+
+
+async def test_a_hook_before_claims_that_fails_or_does_not_end_keeps_a_worker_from_being_ready(
+    app: App, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, latch = True, Latch()
+
+    @app.task
+    async def work() -> None: ...
+
+    @app.before_claim
+    async def look(claim: Round) -> None:
+        if fails:
+            raise RuntimeError("no figures")
+        await latch.hold()
+
+    async def reasons() -> list[str]:
+        status, told = await asked(port, "/ready")
+        assert (await scrape(port))["ready",] == (status == 200)
+        assert (status == 200) is (not told["reasons"])
+        return [str(reason) for reason in told["reasons"]]
+
+    monkeypatch.setattr(hooks, "WAITING", 0.05)
+    async with app, Workshop(app, metrics_port=port) as shop:
+        await shop.event(events.ClaimHookFailed)
+        assert await reasons() == ["a hook before claims (before_claim) fails"]
+        fails = False
+        job = await work.aenqueue()
+        await shop.event(events.ClaimHookWaits, over=False)
+        assert "a hook before claims (before_claim) has not ended yet" in await reasons()
+        monkeypatch.undo()
+        latch.release()
+        await shop.ended(job)
+        assert await reasons() == []
+        assert [event.over for event in shop.seen(events.ClaimHookWaits)] == [False, True]
 
 
 async def test_before_it_could_register_a_worker_is_alive_and_not_ready(dsn: str, port: int) -> None:

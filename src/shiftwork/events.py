@@ -260,6 +260,12 @@ class ClaimHookBack(Event, frozen=True):
     """It does not any more."""
 
 
+class ClaimHookWaits(Event, frozen=True):
+    """A hook before a claim has been waiting for a while, and nothing is claimed until it ends; or it has ended."""
+
+    over: bool
+
+
 class ClaimsBarred(Event, frozen=True):
     """Somebody has paused or limited something in a transaction that does not end, and nothing can be claimed; or it is over."""
 

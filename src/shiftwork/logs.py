@@ -161,10 +161,6 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
         case events.HookFailed(hook, job, task, queue, attempt, error):
             said = f"job {job} {task} (queue {queue}, attempt {attempt}): {hook} failed, and the job goes on"
             return logging.WARNING, f"{said}: {error}"
-        case events.ClaimHookFailed(error):
-            return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
-        case events.ClaimHookBack():
-            return logging.INFO, "before_claim succeeds again"
         case events.ClaimsBarred(over):
             if over:
                 return logging.INFO, "claiming goes on: that transaction has ended"
@@ -202,8 +198,16 @@ def _words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
 
 
 def _other_words(event: Event) -> tuple[int, str | None]:  # noqa: PLR0911, PLR0912
-    """What is said of singletons and of supervisors."""
+    """What is said of hooks before claims, of singletons and of supervisors."""
     match event:
+        case events.ClaimHookFailed(error):
+            return logging.ERROR, f"before_claim failed; nothing is claimed until it succeeds again: {error}"
+        case events.ClaimHookBack():
+            return logging.INFO, "before_claim succeeds again"
+        case events.ClaimHookWaits(over):
+            if over:
+                return logging.INFO, "before_claim does not wait any more"
+            return logging.ERROR, "before_claim has not ended yet; nothing is claimed until it does"
         case events.WorkerBuried(worker):
             return logging.INFO, f"the process of worker {worker} is dead; its jobs do not wait for its lease"
         case events.WorkDone(ended):

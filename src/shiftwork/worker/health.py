@@ -20,6 +20,7 @@ class Health:
         self._paused = False
         self._another = ""
         self._barred = False
+        self._hook_fails = self._hook_waits = False
         self._away: set[str] = set()
         self._deaf = False
         self.notifications = 0.0
@@ -38,6 +39,12 @@ class Health:
                 self._paused = False
             case events.ClaimsBarred(over):
                 self._barred = not over
+            case events.ClaimHookFailed():
+                self._hook_fails = True
+            case events.ClaimHookBack():
+                self._hook_fails = False
+            case events.ClaimHookWaits(over):
+                self._hook_waits = not over
             case events.SingletonLost(name):
                 self._another = name
             case events.SingletonHeld():
@@ -72,6 +79,10 @@ class Health:
             found.append("it is paused, or everything is")
         if self._barred:
             found.append("a transaction that pauses or limits something has not ended")
+        if self._hook_fails:
+            found.append("a hook before claims (before_claim) fails")
+        if self._hook_waits:
+            found.append("a hook before claims (before_claim) has not ended yet")
         if self._another:
             found.append(f"it is not the one at work as {self._another!r} any more")
         if self._lapsing:

@@ -35,6 +35,9 @@ AGAIN = 5.0
 PATIENCE = (1.0, 60.0)
 """Seconds for which nothing is claimed after a hook has failed, at first and at most."""
 
+WAITING = 5.0
+"""Seconds after which it is told that a hook before a claim waits, and that nothing is claimed."""
+
 REMEMBERED = 1000
 """Jobs of which it is known that they were told of."""
 
@@ -195,7 +198,9 @@ class Around:
             if self._stopped(seed_of(job)):
                 raise
             self.failed(job, error)
-        except Exception as error:  # noqa: BLE001  -- it is not ours
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001  -- it is not ours
             self.failed(job, error)
 
     def count(self) -> None:
@@ -270,6 +275,14 @@ async def call(hook: Callable[..., Any], *given: object) -> None:
         await answer
 
 
+def _ends_us(error: BaseException) -> bool:
+    """Whether whoever waits for a hook is to end himself: what else a hook finds cancelled is its own affair."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
 class Asking:
     """Asks the hooks before every claim; of one that fails it tells once, and waits longer each time."""
 
@@ -277,7 +290,7 @@ class Asking:
         self._hooks = tuple(hooks)
         self._publish = publish
         self._patience = Patience(*PATIENCE)
-        self._failing = False
+        self._failing = self._waiting = False
         self._passed_by: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -285,16 +298,31 @@ class Asking:
 
     async def ask(self, wished: Round) -> None:
         """Let the hooks narrow a claim, or leave it out; one that fails leaves it out."""
+        waiting = asyncio.get_running_loop().call_later(WAITING, self._wait)
         try:
             for hook in self._hooks:
                 await call(hook, wished)
-        except Exception as error:  # noqa: BLE001  -- it is not ours
+        except BaseException as error:  # it is not ours
+            if _ends_us(error):
+                raise
             wished.skipped = self.failed(error)
-        wished.queues = {name: most for name, most in wished.queues.items() if most is None or most > 0}
-        if wished.skipped is None and (wished.most <= 0 or not wished.queues):
-            wished.skip()
+        else:
+            wished.queues = {name: most for name, most in wished.queues.items() if most is None or most > 0}
+            if wished.skipped is None and (wished.most <= 0 or not wished.queues):
+                wished.skip()
+            if wished.skipped is not None:
+                self.worked()  # there will be no claim to tell that by
+        finally:
+            waiting.cancel()
+        if self._waiting:
+            self._waiting = False
+            self._publish(events.ClaimHookWaits(over=True))
 
-    def failed(self, error: Exception) -> float:
+    def _wait(self) -> None:
+        self._waiting = True
+        self._publish(events.ClaimHookWaits(over=False))
+
+    def failed(self, error: BaseException) -> float:
         """A hook has, or what it requires cannot be asked; says how long to wait."""
         if not self._failing:
             self._failing = True
