@@ -456,6 +456,25 @@ async def test_a_hook_before_claims_that_fails_or_does_not_end_keeps_a_worker_fr
         assert [event.over for event in shop.seen(events.ClaimHookWaits)] == [False, True]
 
 
+async def test_who_stands_by_says_so_instead_of_being_ready(app: App, port: int) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    async with app, Workshop(app, singleton="nightly") as first:
+        await first.event(WorkerStarted)
+        async with Workshop(app, metrics_port=port, singleton="nightly", standby=True) as second:
+            await second.event(events.StandingBy)
+            status, told = await asked(port, "/ready")
+            assert (status, told["reasons"]) == (
+                503,
+                ["it stands by: another worker is at work as 'nightly'"],
+            )
+            first.worker.stop()
+            await first.stopped()
+            await second.event(WorkerStarted)
+            assert (await asked(port, "/ready"))[0] == 200
+
+
 async def test_before_it_could_register_a_worker_is_alive_and_not_ready(dsn: str, port: int) -> None:
     with Wire(dsn) as wire:
         app = App(wire.dsn)

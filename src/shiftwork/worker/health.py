@@ -18,7 +18,7 @@ class Health:
         self._stopping: str | None = None
         self._lapsing = False
         self._paused = False
-        self._another = ""
+        self._another = self._stands_by = ""
         self._barred = False
         self._hook_fails = self._hook_waits = False
         self._away: set[str] = set()
@@ -47,8 +47,10 @@ class Health:
                 self._hook_waits = not over
             case events.SingletonLost(name):
                 self._another = name
+            case events.StandingBy(name):
+                self._stands_by = name
             case events.SingletonHeld():
-                self._another = ""
+                self._another = self._stands_by = ""
             case events.LeaseLapsing():
                 self._lapsing = True
             case events.LeaseRenewed():
@@ -71,7 +73,9 @@ class Health:
         found = []
         if self._stopping is not None:
             found.append(f"it stops: {self._stopping}")
-        if not self.worker:
+        if self._stands_by:
+            found.append(f"it stands by: another worker is at work as {self._stands_by!r}")
+        elif not self.worker:
             found.append("it is not registered")
         if self.busy:
             found.append("its event loop is kept busy: no handler and no hook may block it")
@@ -83,7 +87,7 @@ class Health:
             found.append("a hook before claims (before_claim) fails")
         if self._hook_waits:
             found.append("a hook before claims (before_claim) has not ended yet")
-        if self._another:
+        if self._another and not self._stands_by:
             found.append(f"it is not the one at work as {self._another!r} any more")
         if self._lapsing:
             found.append("its lease could not be renewed in time")
