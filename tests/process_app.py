@@ -83,6 +83,13 @@ def exit_politely() -> None:
 
 
 @app.task(**once)
+def hang_up() -> None:
+    """Close what is not ours, as daemons do, and stay."""
+    os.closerange(3, 100)
+    threading.Event().wait()
+
+
+@app.task(**once)
 def hog(mib: int, place: str) -> None:
     """Take memory, and stay."""
     kept.append(b"x" * (mib << 20))

@@ -276,6 +276,23 @@ async def test_a_crash_costs_its_job_one_attempt_and_nobody_else_anything(app: A
         assert shop.worker.jobs == 1 + 3 + 1 + 1
 
 
+async def test_a_process_that_hangs_up_on_its_worker_is_killed_and_that_is_why(app: App) -> None:
+    async with Workshop(app, process_slots=1) as shop:
+        job = await tasks.hang_up.aenqueue()
+        await shop.ended(job, state="failed")
+        why = "its process hung up on its worker"
+        assert (await shop.job(job)).error == {
+            "code": "WORKER_CRASHED",
+            "message": f"{why}; that was crash 1 of 1 that it may cause",
+        }
+        ended = await shop.event(ProcessEnded, job=job)
+        assert ended.why == why
+        [lost] = await shop.rows(
+            "select error ->> 'message' as why from shiftwork.attempts where job = %s", job.id
+        )
+        assert lost["why"].startswith(why)
+
+
 async def test_a_process_that_is_killed_from_outside_gives_its_job_to_the_next(
     app: App, tmp_path: Path
 ) -> None:

@@ -69,6 +69,9 @@ RETIRING = 2.0
 TRAILING = 0.5
 """Seconds in which what a dead process said last has to be read."""
 
+DYING = 0.5
+"""Seconds in which a process whose line has ended has to be found dead; else it has hung up, and lives."""
+
 FIRST_TRIES = (0.2, 1.0, 3.0)
 """Seconds to wait before the first process is tried again; it may have been killed by chance."""
 
@@ -510,7 +513,7 @@ class Process:
             if self._code is not None:
                 self._bury()
             else:
-                self.kill()  # it cannot be told of anything any more
+                self._loop.call_later(DYING, self._renounce)
             return False
         try:
             body = self._pieces.take(piece)
@@ -522,6 +525,12 @@ class Process:
             self.kill()
             return False
         return True
+
+    def _renounce(self) -> None:
+        """End it if it lives: it has hung up, and cannot be told of anything any more."""
+        if not (self._dead or self._doomed):
+            self.why = "its process hung up on its worker"
+            self.kill()
 
     def _hang_up(self) -> None:
         if not self._hung_up:
