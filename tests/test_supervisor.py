@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from shiftwork import events
+from shiftwork import App, events
 from shiftwork.settings import Settings
 from shiftwork.supervisor import GAVE_UP, Supervisor
 from shiftwork.systemd import Systemd
 from tests.crew import Crew, jobs
+from tests.harness import Protocol
 from tests.test_cli import SHIFTWORK
 from tests.test_cli_worker import ROOT, surroundings
+from tests.workshop import Workshop
 
 Line = dict[str, Any]
 
@@ -364,6 +366,25 @@ def test_a_crash_loop_ends_loudly(dsn: str) -> None:
         assert (
             crew.protocol.value("select count(*) from {}.workers where lease_until > clock_timestamp()") <= 1
         )
+
+
+async def test_who_is_told_of_a_death_and_to_stop_takes_over_first(dsn: str, protocol: Protocol) -> None:
+    """As when the death of a neighbour is one too many, and the supervisor gives up."""
+    app = App(dsn)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app, Workshop(app) as shop:
+        await shop.asleep()
+        dead = protocol.register(lease=3600)
+        job = protocol.enqueue("work", queue="another")
+        assert protocol.claim(dead, "another").held == [[job, 1]]
+        shop.worker.bury(dead)
+        shop.worker.stop("its supervisor gives up")
+        await shop.stopped()
+        assert shop.seen(events.WorkerBuried, worker=dead)
+        assert (protocol.job(job)["state"], protocol.job(job)["resets"]) == ("ready", 1)
 
 
 def test_processes_that_end_by_themselves_are_replaced_or_not_as_they_were_told(dsn: str) -> None:

@@ -570,12 +570,12 @@ class Worker:
             else:
                 self._answered(run, None, answer)
 
-    async def _reap(self) -> None:
+    async def _reap(self, *, within: float | None = None) -> None:
         self._reap_due = False
         if time.monotonic() < self._reap_at:
             return
         try:
-            answers = await self._line.perform(operations.reap(self._store, self.id))
+            answers = await self._line.perform(operations.reap(self._store, self.id), within=within)
         except DatabaseError as error:
             self._publish(events.ReapFailed(str(error)))
             if will_pass(error):
@@ -591,9 +591,9 @@ class Worker:
             self._publish(events.Reaped(answers))
             self._wake()
 
-    async def _bury(self) -> None:
+    async def _bury(self, *, within: float | None = None) -> None:
         while self._buried:
-            await self._line.perform(operations.leave(self._store, self._buried[0]))
+            await self._line.perform(operations.leave(self._store, self._buried[0]), within=within)
             self._publish(events.WorkerBuried(self._buried.popleft()))
         self._reap_due = True
 
@@ -954,6 +954,10 @@ class Worker:
         if self._unanswered:  # what a claim took without our knowing need not wait for the lease
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leases.reconcile(), LAST)
+        if self._buried:  # nor need what a neighbour held that died, whose death may be why we stop
+            with contextlib.suppress(DatabaseError):
+                await self._bury(within=LAST)
+                await self._reap(within=LAST)
         grace = 0.0 if self._at_once else self.settings.grace.total_seconds()
         until = self._stopped_at + max(grace, STUBBORN)
         await self._until_quiet(self._stopped_at + grace - time.monotonic())
