@@ -531,6 +531,7 @@ class Machine(RuleBasedStateMachine):
         self.protocol.rows("select {}.leave(%s)", worker.id)
         if not worker.gone:
             worker.lease_until = self.model.now
+            worker.gone = all(job.worker != worker.id for job in self.model.in_state("running"))
 
     @precondition(_somebody_holds)
     @rule(which=WHICH, kind=st.sampled_from(["none yet", *ENDINGS]))

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
 
 from shiftwork.migrate import migrate
 from tests.conftest import copied
@@ -85,6 +86,30 @@ def test_a_heartbeat_says_that_there_is_something_to_reap(protocol: Protocol) ->
     assert protocol.heartbeat(worker)["reap"] is False
     protocol.lapse(worker)
     assert protocol.heartbeat(worker)["reap"] is False  # it is its own, and just renewed
+
+
+def test_who_leaves_and_holds_nothing_is_gone_and_what_another_holds_is_left_to_the_reaper(
+    protocol: Protocol,
+) -> None:
+    done, holder, reaper = protocol.register(), protocol.register(), protocol.register()
+    job = protocol.enqueue()
+    protocol.claim(holder)
+    for worker, gone in ((done, True), (holder, False)):
+        assert protocol.value("select {}.leave(%s)", worker)
+        assert protocol.value("select gone_at is not null from {}.workers where id = %s", worker) is gone
+    assert not protocol.value("select {}.leave(%s)", done)
+    assert protocol.heartbeat(done, [])["alive"] is False
+    assert protocol.reap(reaper=reaper) == {job: "ready"}
+    assert protocol.heartbeat(reaper, [])["reap"] is False
+
+
+def test_who_leaves_while_it_claims_is_left_to_the_reaper(dsn: str, protocol: Protocol) -> None:
+    """What a claim takes, whose answer nobody awaits any more, cannot be seen before it is committed."""
+    worker, job = protocol.register(), protocol.enqueue()
+    with psycopg.Connection[dict[str, Any]].connect(dsn, row_factory=dict_row) as claiming:
+        assert Protocol(claiming).claim(worker).held == [[job, 1]]
+        assert protocol.value("select {}.leave(%s)", worker)
+    assert protocol.reap() == {job: "ready"}
 
 
 def test_whoever_loses_a_job_to_the_reaper_is_notified_of_its_id(dsn: str, protocol: Protocol) -> None:

@@ -74,6 +74,14 @@ def test_one_worker_is_shown_whole_or_said_not_to_be_there(dsn: str, staff: dict
     assert told("workers", "show", "999", dsn=dsn).exit_code == 3
 
 
+def test_a_worker_that_has_stopped_cleanly_is_not_listed_as_lapsed(dsn: str, protocol: Protocol) -> None:
+    stopped = protocol.register(name="done")
+    protocol.rows("select {}.leave(%s)", stopped)
+    assert answer("workers", dsn=dsn) == []
+    [one] = answer("workers", "list", "--all", dsn=dsn)
+    assert (one["id"], one["state"]) == (stopped, "gone")
+
+
 def test_a_paused_worker_is_shown_as_that(dsn: str, staff: dict[str, int], protocol: Protocol) -> None:
     protocol.rows("select {}.pause(worker => %s, lasting => '1 hour')", staff["alive"])
     one, other = answer("workers", dsn=dsn)

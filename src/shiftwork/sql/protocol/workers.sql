@@ -30,9 +30,17 @@ create or replace function shiftwork.holds(held jsonb) returns table (id bigint,
   select (one ->> 0)::bigint, (one ->> 1)::int from jsonb_array_elements(coalesce(held, '[]')) as one
 $$;
 
--- A worker leaves: its lease ends now. What it still holds is for the reaper.
-create or replace function shiftwork.leave(worker bigint) returns boolean language plpgsql as $$
+-- A worker leaves: its lease ends now, and if nothing is left of it, it is gone. What it still holds is for the reaper. So is a worker
+-- of which a claim is just under way, which has locked it: what that takes cannot be seen yet.
+create or replace function shiftwork.leave(worker bigint) returns boolean
+language plpgsql set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off as $$
+declare
+  present constant timestamptz := shiftwork.clock();
+  gone boolean;
 begin
-  update shiftwork.workers as one set lease_until = shiftwork.clock() where one.id = worker and one.gone_at is null;
+  perform from shiftwork.workers as one where one.id = leave.worker for update skip locked;
+  gone := found and not exists (select from shiftwork.jobs as job where job.state = 'running' and job.worker = leave.worker);
+  update shiftwork.workers as one set lease_until = present, gone_at = case when gone then present end
+   where one.id = leave.worker and one.gone_at is null;
   return found;
 end $$;
