@@ -133,13 +133,14 @@ async def test_a_worker_that_has_a_way_past_a_pooler_that_is_full_keeps_its_leas
         async def hold(tx: psycopg.AsyncConnection[Any]) -> None:
             await latch.hold()
 
-        async with app, Workshop(app, lease=timedelta(seconds=1)) as shop:
+        lease = timedelta(seconds=3)
+        async with app, Workshop(app, lease=lease) as shop:
             await shop.asleep()
             job = protocol.enqueue("hold")
             await latch.reached()
             until = protocol.value("select lease_until from {}.workers")
             renewed = "select lease_until > %s from shiftwork.workers"
-            await shop.found(lambda: asyncio.to_thread(_ask, dsn, renewed, until + timedelta(seconds=2)))
+            await shop.found(lambda: asyncio.to_thread(_ask, dsn, renewed, until + lease))
             latch.release()
             await shop.ended(job, state="completed")
             assert not shop.seen(LeaseLapsing) + shop.seen(LeaseLost) + shop.seen(JobLost)

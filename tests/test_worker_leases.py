@@ -100,7 +100,7 @@ async def test_threads_that_burn_the_processor_do_not_either(dsn: str, protocol:
         while not enough.is_set():
             sum(range(10_000))
 
-    async with app, Workshop(app, concurrency=4, lease=timedelta(seconds=3)) as shop:
+    async with app, Workshop(app, concurrency=4, lease=timedelta(seconds=5)) as shop:
         jobs = [await burn.aenqueue() for _ in range(4)]
         try:
             await shop.event(JobBegan, times=4)
@@ -109,7 +109,7 @@ async def test_threads_that_burn_the_processor_do_not_either(dsn: str, protocol:
             enough.set()  # or they burn on while other tests run
         await shop.ended(*jobs, state="completed")
         assert not shop.seen(LeaseLapsing)
-    assert never_late(protocol, 3)
+    assert never_late(protocol, 5)
 
 
 def seen_beats(dsn: str, many: int) -> None:
