@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -266,6 +270,75 @@ def test_a_drain_that_takes_longer_than_its_pause_has_not_drained(dsn: str, prot
     assert result.exit_code == 3
     assert "everything is not paused any more" in result.output
     assert "1 job still running: it took longer than --for" in result.output
+
+
+@contextmanager
+def draining(dsn: str, protocol: Protocol, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A drain that waits, in a process of its own, and has paused already."""
+    command = [sys.executable, "-m", "shiftwork", "drain", "--wait", "--dsn", dsn, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            while not protocol.rows("select name from {}.pauses"):
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_drain_whose_pause_somebody_ends_has_not_drained(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, D-30
+    protocol.enqueue()
+    worker = protocol.register()
+    claimed = protocol.claim(worker).jobs
+    with draining(dsn, protocol) as drain:
+        assert run(dsn, "resume").exit_code == 0
+        protocol.complete(worker, claimed)
+        later = protocol.enqueue()
+        said, _ = drain.communicate(timeout=30)
+    assert drain.returncode == 3
+    assert "everything is not paused any more" in said
+    assert "somebody has resumed it" in said
+    assert [one["id"] for one in protocol.claim(worker).jobs] == [later]
+
+
+def test_a_drain_waits_for_a_claim_that_its_pause_did_not_wait_for(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, D-30
+    protocol.rows(
+        "alter function {}.pause(text, text, interval, text, text, bigint, boolean) set lock_timeout = '50ms'"
+    )
+    protocol.enqueue()
+    worker = protocol.register()
+    with psycopg.connect(dsn) as other:
+        claimed = Protocol(other).claim(worker).jobs  # not committed
+        for options in ((), ("--wait", "--timeout", "200ms")):
+            result = run(dsn, "drain", *options)
+            assert result.exit_code == 3
+            assert "nothing of it runs, and a claim is under way that may take something yet" in result.output
+        protocol.rows("select {}.resume(everything => true)")
+        with draining(dsn, protocol) as drain:
+            other.commit()
+            assert [row["id"] for row in json.loads(run(dsn, "drain", "--json").output)["jobs"]] == [
+                claimed[0]["id"]
+            ]
+            assert drain.poll() is None
+            protocol.complete(worker, claimed)
+            said, _ = drain.communicate(timeout=30)
+    assert (drain.returncode, "nothing of it runs; end that with" in said) == (0, True)
+    protocol.enqueue()
+    assert protocol.claim(worker).jobs == []
+
+
+def test_a_worker_that_leaves_while_it_is_drained_is_drained(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, A-26
+    protocol.enqueue()
+    worker = protocol.register()
+    protocol.claim(worker)
+    with draining(dsn, protocol, "--worker", str(worker)) as drain:
+        protocol.rows("select {}.leave(%s)", worker)
+        protocol.reap()
+        protocol.rows("select {}.forget_workers()")  # and with it its pause
+        assert protocol.rows("select name from {}.pauses") == []
+        assert drain.wait(30) == 0
 
 
 @pytest.mark.parametrize(("option", "name"), [("--queue", "mail"), ("--task", "slow")])

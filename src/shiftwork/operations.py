@@ -817,10 +817,36 @@ def pause(
     everything: bool = False,
     lasting: timedelta | None = None,
     reason: str | None = None,
-) -> Plan[None]:
-    """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing: for a time or until resumed."""
+) -> Plan[bool]:
+    """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing: for a time or until resumed.
+
+    Says whether that holds for all claims: one that has been under way for too long may take something yet.
+    """
     seconds = None if lasting is None else lasting.total_seconds()
-    yield store.pause(queue, task, worker, seconds, reason, everything=everything)
+    rows = yield store.pause(queue, task, worker, seconds, reason, everything=everything)
+    return bool(rows[0]["alone"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused:
+    """A pause, as it is seen at one moment."""
+
+    since: str | None
+    """When it began, as the database writes it; None if there is none, or its time is over."""
+
+    gone: bool
+    """Whether it is one of a worker that is gone, and claims nothing in any case."""
+
+    claims: frozenset[str]
+    """Transactions that are claiming, whatever they claim."""
+
+
+def find_pause(
+    store: Protocol, *, queue: str | None = None, task: str | None = None, worker: int | None = None
+) -> Plan[Paused]:
+    """The pause of a queue, a task, a worker or, if none is named, of everything."""
+    [row] = yield store.paused(queue, task, worker)
+    return Paused(row["since"], row["gone"], frozenset(row["claims"]))
 
 
 def resume(

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from shiftwork.app import App
 
 CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not so: it was not paused (resume)."
-DRAINED = "Exit codes: 0 nothing runs any more, 1 failed, 2 wrong usage, 3 something still runs, or the pause was over first."
+DRAINED = (
+    "Exit codes: 0 nothing runs any more, and nothing will begin, 1 failed, 2 wrong usage,"
+    " 3 something still runs or is just being claimed, or the pause was over first."
+)
 LOOK_EVERY = (0.05, 1.0)
 """Seconds between two looks at what still runs, at first and at most."""
 
@@ -193,22 +196,38 @@ def drain(
         over = began + lasting.total_seconds() if lasting else math.inf  # then more of it is claimed
         until = min(over, began + timeout.total_seconds()) if timeout else over
         store = app.client.store
-        app.client.perform(operations.pause(store, **meant, lasting=lasting, reason=reason or "drain"))
+        alone = app.client.perform(
+            operations.pause(store, **meant, lasting=lasting, reason=reason or "drain")
+        )
+        chosen = {kind: value for kind, value in meant.items() if kind != "everything"}
+        first = app.client.perform(operations.find_pause(store, **chosen))
+        claims = (
+            frozenset[str]() if alone else first.claims
+        )  # who began before the pause may not have seen it
         pause, most = LOOK_EVERY
-        while (running := _running(app, meant)) and wait and time.monotonic() < until:
+        while True:
+            # In this order: what was claimed meanwhile is seen to run, and a pause that stands has stood all the while.
+            running = _running(app, chosen)
+            last = app.client.perform(operations.find_pause(store, **chosen))
+            resumed = not last.gone and (last.since is None or last.since != first.since)
+            if not (running or claims) or resumed or not wait or time.monotonic() >= until:
+                break
             time.sleep(max(0, min(pause, until - time.monotonic())))
             pause = min(2 * pause, most)
-        ended = time.monotonic() >= over
+            claims &= last.claims
+        late = time.monotonic() >= over
     many = running[0]["many"] if running else 0
+    drained = not (many or claims or resumed or late)
     if as_json:
-        print_json({"drained": not (many or ended), "running": many, "jobs": running})
+        print_json({"drained": drained, "running": many, "jobs": running})
     else:
-        option = "".join(f" --{kind} {name}" for kind, name in meant.items() if kind != "everything")
+        option = "".join(f" --{kind} {name}" for kind, name in chosen.items())
         rest = f"{many} job{'s' * (many != 1)} still running" if many else "nothing of it runs"
-        if ended:
-            click.echo(
-                f"{what} is not paused any more in {place(settings)}, {rest}: it took longer than --for."
-            )
+        if claims:
+            rest += ", and a claim is under way that may take something yet"
+        if resumed or late:
+            why = "it took longer than --for" if late else "somebody has resumed it"
+            click.echo(f"{what} is not paused any more in {place(settings)}, {rest}: {why}.")
         else:
             click.echo(
                 f"{what} is paused in {place(settings)}, {rest}; end that with `shiftwork resume{clean(option)}`."
@@ -225,11 +244,10 @@ def drain(
                 for job in running
             ]
             print_table(("job", "task", "queue", "worker", "since"), rows, numbers=("job", "worker"))
-    context.exit(NOT_SO if many or ended else 0)
+    context.exit(0 if drained else NOT_SO)
 
 
-def _running(app: App, meant: Mapping[str, Any]) -> list[dict[str, Any]]:
-    chosen = {kind: value for kind, value in meant.items() if kind != "everything"}
+def _running(app: App, chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = app.client.perform(operations.list_running(app.client.store, **chosen, limit=SHOWN))
     return [{**row, "started_at": moment(row["started_at"])} for row in rows]
 

@@ -124,9 +124,22 @@ ROUSE = "select shiftwork.rouse()"
 FENCE = "select shiftwork.fence(%s::bigint, %s::int)"
 
 # What people steer with.
+# It gives up waiting for claims that are under way; who has the lock all the same knows that it has seen the last of them.
 PAUSE = """
-select shiftwork.pause(queue => %s::text, task => %s::text, worker => %s::bigint, everything => %s::boolean,
+select pg_try_advisory_xact_lock(hashtextextended(%s, 0)) as alone
+  from shiftwork.pause(queue => %s::text, task => %s::text, worker => %s::bigint, everything => %s::boolean,
                        lasting => make_interval(secs => %s), reason => %s::text)
+"""
+PAUSED = """
+select (select pause.since::text from shiftwork.pauses as pause
+         where pause.kind = shiftwork.kind_of(%s::text, %s::text, %s::bigint) and pause.name = coalesce(%s::text, %s::text, %s::text, '')
+           and (pause.until is null or pause.until > shiftwork.clock())) as since,
+       %s::bigint is not null
+         and not exists (select from shiftwork.workers as alive where alive.id = %s::bigint and alive.gone_at is null) as gone,
+       array(select lock.virtualtransaction from pg_locks as lock
+              where lock.locktype = 'advisory' and lock.mode = 'ShareLock' and lock.granted and lock.objsubid = 1
+                and lock.database = (select here.oid from pg_database as here where here.datname = current_database())
+                and lock.classid::bigint << 32 | lock.objid::bigint = hashtextextended(%s, 0)) as claims
 """
 RESUME = """
 select shiftwork.resume(queue => %s::text, task => %s::text, worker => %s::bigint, everything => %s::boolean) as resumed
@@ -272,6 +285,11 @@ class Protocol:
     def channels(self) -> tuple[str, str]:
         """Where it is said that there is work, and that a job is to be looked at."""
         return f"{self.schema}_wake", f"{self.schema}_cancel"
+
+    @property
+    def _claims(self) -> str:
+        """What the lock is called that claims share, and that pauses and limits want alone."""
+        return f"{self.schema} claims"
 
     def session(self, worker: int | str) -> str:
         """What the sessions of a worker are called: the reaper finds by it those of one that is lost."""
@@ -464,8 +482,13 @@ class Protocol:
         *,
         everything: bool,
     ) -> Statement:
-        """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing."""
-        return self._statement(PAUSE, queue, task, worker, everything, seconds, reason)
+        """Let nobody claim from a queue, jobs of a task or anything, or a worker nothing; says whether no claim is under way."""
+        return self._statement(PAUSE, self._claims, queue, task, worker, everything, seconds, reason)
+
+    def paused(self, queue: str | None, task: str | None, worker: int | None) -> Statement:
+        """Since when that is paused, whether its worker is gone, and which transactions are claiming."""
+        meant = queue, task, worker
+        return self._look(PAUSED, *meant, *meant, worker, worker, self._claims)
 
     def resume(
         self, queue: str | None, task: str | None, worker: int | None, *, everything: bool
