@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # Some machines keep Python from writing bytecode; the hundreds of processes that tests start would each compile it all.
 export PYTHONDONTWRITEBYTECODE :=
 POOLED := $(addprefix tests/test_,worker*.py cli_worker.py processes.py supervisor.py systemd.py singleton.py hooks.py duties.py metrics.py \
-	resilience.py table.py batches.py pooler.py)
+	resilience.py table.py table_cli.py batches.py children.py clocks.py example_units.py pooler.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench chaos caps test-pooler test-matrix spec format clean

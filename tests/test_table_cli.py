@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from shiftwork import cli
 from shiftwork.stores.fitting import KINDS
+from tests import pooler
 from tests.test_cli import SHIFTWORK
 from tests.test_conformance import TABLE
 
@@ -174,7 +175,7 @@ def test_a_worker_over_a_table_runs_handlers_in_processes_of_their_own(
     connection.execute("insert into example_jobs (repository_id) values (1), (2), (3)")
     done = subprocess.run(
         [*SHIFTWORK, "worker", "tests/table_app.py", "--stop-when-idle", "--lease", "20s"],
-        env={**os.environ, "DATABASE_URL": dsn},
+        env={**os.environ, "DATABASE_URL": dsn, **pooler.environment(dsn)},
         cwd=ROOT,
         capture_output=True,
         text=True,
