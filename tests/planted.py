@@ -73,6 +73,8 @@ class Bug:
     passage: str
     instead: str
     caught_by: str
+    saying: str = "assert"
+    """What the test says then, if it does not fail by an assertion of its own or by waiting too long."""
 
     def sow(self, package: Path) -> None:
         """Put the bug into this copy of the package."""
@@ -85,8 +87,9 @@ class Bug:
 BUGS = {
     "unfenced release": Bug(
         "sql/protocol/release.sql",
-        "where job.id = hold.id and job.attempt = hold.attempt and job.worker = holder and (job.state = 'running') is true",
-        "where job.id = hold.id and (job.state = 'running') is true",
+        "mine := shiftwork.lock_held(request);",
+        "mine := array(select job.id from shiftwork.jobs as job join shiftwork.holds(request -> 'held') as hold on hold.id = job.id"
+        " where job.state = 'running' order by job.id for update of job skip locked);",
         "tests/test_races.py::test_a_worker_that_finishes_late_is_refused_whatever_it_tries",
     ),
     "reaper without re-check": Bug(
@@ -132,6 +135,7 @@ BUGS = {
         "        -- One of them cannot be written. One by one, so that it stops nobody else.\n",
         "        raise;\n",
         "tests/test_garbage.py::test_a_trigger_that_refuses_to_note_a_lost_attempt_stops_no_other",
+        "psycopg.DatabaseError: not this one",
     ),
     "attempts counted only at failure": Bug(
         "sql/protocol/claim.sql",

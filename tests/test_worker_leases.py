@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,7 @@ from shiftwork.worker.line import Line
 from shiftwork.worker.transactions import Transactions
 from tests.harness import Protocol
 from tests.wire import Wire
-from tests.workshop import Latch, Workshop
+from tests.workshop import PATIENCE, Latch, Workshop
 
 BEATS = """
 create table public.beats (worker bigint, at timestamptz, was_until timestamptz);
@@ -75,8 +76,8 @@ async def test_an_event_loop_that_is_blocked_does_not_keep_the_lease_from_being_
     @app.task
     async def block() -> int:
         with psycopg.connect(dsn, autocommit=True) as connection:
-            before = beats(Protocol(connection))
-            while (seen := beats(Protocol(connection)) - before) < 5:
+            before, until = beats(Protocol(connection)), time.monotonic() + PATIENCE
+            while (seen := beats(Protocol(connection)) - before) < 5 and time.monotonic() < until:
                 sum(range(10_000))
         return seen
 

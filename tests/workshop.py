@@ -14,6 +14,7 @@ the worker is stopped, and must have let go of every job.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ from shiftwork.program import Program
 from shiftwork.worker import Worker
 from tests import pooler
 
-PATIENCE = 60.0
+PATIENCE = float(os.environ.get("SHIFTWORK_TEST_PATIENCE", "60"))
 LOOP = {"registry", "claiming", "claimed", "declared", "asleep", "stopping"}
 """The points of the main loop; the others are passed by slots and by the settler."""
 
