@@ -7,6 +7,8 @@ sleeps.
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -18,6 +20,11 @@ from tests.harness import Protocol, Row
 from tests.planted import Plant
 
 ERROR = {"code": "BROKEN", "message": "it broke"}
+ENDINGS: tuple[Row, ...] = (
+    {"state": "completed"},
+    {"state": "failed", "error": ERROR},
+    {"state": "scheduled", "delay": 0.01, "error": ERROR},
+)
 
 
 @pytest.fixture
@@ -305,7 +312,7 @@ def test_of_two_outcomes_of_one_attempt_in_a_batch_one_counts(protocol: Protocol
     assert [row["answer"] for row in rows].count("settled") == 1
     assert len(rows) == 2
     assert len(protocol.rows("select id from {}.all_jobs where id = %s", job)) == 1
-    assert protocol.rows("select from {}.attempts") == []
+    assert protocol.value("select count(*) from {}.attempts") == 0
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["before", "behind"])
@@ -332,3 +339,96 @@ def test_a_stale_outcome_beside_that_of_the_attempt_which_holds_the_job_is_told_
     noted = protocol.rows("select job, attempt, code from {}.attempts order by job")
     real = [{"job": job, "attempt": 2, "code": "REAL"}] if state != "completed" else []
     assert noted == [*real, {"job": neighbour, "attempt": 1, "code": "OTHER"}]
+
+
+VERBS = (
+    *("claim", "claim", "settle", "settle", "settle", "release", "cancel", "reap", "revive", "heartbeat"),
+    *("run_now", "expire", "promote", "purge", "enqueue"),
+)
+STEPS = 500
+
+
+class Storm:
+    """One of many sessions that ask for anything, of the same jobs and in any order; it believes that it holds what it once claimed."""
+
+    def __init__(self, dsn: str, jobs: list[int], seed: int) -> None:
+        self.dsn, self.jobs = dsn, jobs
+        self.rng = random.Random(seed)
+        self.held: list[list[int]] = []
+        self.did: Counter[str] = Counter()
+
+    def rage(self) -> Counter[str]:
+        """As often as it may; gives what it has done, and what went wrong."""
+        with elsewhere(self.dsn) as protocol:
+            protocol.rows("set deadlock_timeout = '50ms'")
+            self.worker = protocol.register(lease=0.2)
+            for _ in range(STEPS):
+                verb = self.rng.choice(VERBS)
+                try:
+                    self._ask(protocol, verb)
+                except psycopg.Error as error:
+                    verb = f"{error.sqlstate} by {verb}: {error}"
+                self.did[verb] += 1
+        return self.did
+
+    def _ask(self, protocol: Protocol, verb: str) -> None:
+        some = self.rng.sample(self.jobs, self.rng.randint(1, 60))
+        self.rng.shuffle(self.held)
+        many = self.rng.randint(1, 30)
+        match verb:
+            case "claim":
+                if not protocol.heartbeat(self.worker, self.held)["alive"]:
+                    self.worker = protocol.register(lease=0.2)
+                self.held += protocol.claim(self.worker, want=many).held
+            case "settle":
+                told = [
+                    {"id": job, "attempt": attempt, **self.rng.choice(ENDINGS)}
+                    for job, attempt in self._let_go(many)
+                ]
+                protocol.settle(self.worker, *told)
+            case "release":
+                protocol.release(self.worker, self._let_go(many))
+            case "heartbeat":
+                protocol.heartbeat(self.worker, self.held)
+            case "reap":
+                protocol.reap(thorough=self.rng.random() < 0.3)
+            case "enqueue":
+                keys = self.rng.sample(range(50), 20)
+                wishes = [{"task": "greet", "unique_key": f"{k}", "unique_scope": "unfinished"} for k in keys]
+                self.jobs += [
+                    row["id"] for row in protocol.enqueue_many(wishes) if row["outcome"] == "created"
+                ]
+            case "cancel" | "revive" | "run_now":
+                getattr(protocol, verb)(*some)
+            case "purge":
+                protocol.rows("select {}.purge()")
+            case _:
+                getattr(protocol, verb)()
+
+    def _let_go(self, many: int) -> list[list[int]]:
+        first = {job: [job, attempt] for job, attempt in self.held[:many]}  # answers name the job alone
+        self.held = self.held[many:]
+        return list(first.values())
+
+
+def test_in_a_storm_of_all_verbs_over_the_same_jobs_nobody_deadlocks(dsn: str, protocol: Protocol) -> None:
+    # spec: SG-16, D-2
+    # fault: F39
+    made = protocol.enqueue_many({"task": "greet", "max_attempts": 5} for _ in range(200))
+    jobs = [row["id"] for row in made]
+    raging = [in_thread(Storm(dsn, jobs, seed).rage) for seed in range(16)]
+    did = sum((one.result(120) for one in raging), Counter[str]())
+    assert did.keys() == set(VERBS)
+    deadlocks = "select deadlocks from pg_stat_database where datname = current_database()"
+    assert protocol.value(deadlocks) == 0
+
+    protocol.rows("update {}.workers set lease_until = 'epoch'")
+    protocol.reap(thorough=True)
+    worker = protocol.register()
+    while protocol.value("select count(*) > 0 from {}.jobs"):
+        protocol.expire()  # what was to be cancelled while somebody held its row
+        protocol.rows("select {}.run_now(array(select id from shiftwork.jobs where state = 'scheduled'))")
+        answers = protocol.complete(worker, protocol.claim(worker, want=1000).jobs)
+        assert set(answers.values()) == {"settled"}
+    ended = [row["id"] for row in protocol.rows("select id from {}.all_jobs order by id")]
+    assert ended == sorted(jobs)
