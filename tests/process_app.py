@@ -78,6 +78,23 @@ def kill_itself() -> None:
 
 
 @app.task(**once)
+def overflow() -> None:
+    """Call C code that calls itself until its stack is full, which Python cannot refuse."""
+    ctypes.CDLL(None).regcomp(ctypes.create_string_buffer(4096), b"(" * 1_000_000, 1)
+
+
+@app.task(**once)
+def fork_many(place: str) -> None:
+    """Have many children that would stay for ever, and crash."""
+    for _ in range(30):
+        if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            signal.pause()
+    Path(place).write_text(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.task(**once)
 def exit_politely() -> None:
     raise SystemExit(3)
 

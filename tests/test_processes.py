@@ -744,3 +744,22 @@ async def test_what_goes_wrong_while_a_process_imports_the_app_is_told(
     ):
         await worker.run()
     fragile.close()
+
+
+# Crashing with a crowd.
+
+
+async def test_a_stack_that_is_full_and_a_crowd_of_children_cost_one_job_each(
+    app: App, tmp_path: Path
+) -> None:
+    # fault: F30
+    async with Workshop(app, process_slots=1) as shop:
+        deep, crowd = await tasks.overflow.aenqueue(), await tasks.fork_many.aenqueue(str(tmp_path / "crowd"))
+        await shop.ended(deep, crowd, state="failed")
+        for job, why in ((deep, "killed by SIGSEGV"), (crowd, "killed by SIGKILL")):
+            assert why in ((await shop.job(job)).error or {})["message"]
+        children = [int(pid) for pid in (tmp_path / "crowd").read_text().split()]
+        assert len(children) == 30
+        assert all(map(is_gone, children))
+        again = await tasks.pid.aenqueue()
+        await shop.ended(again, state="completed")

@@ -412,7 +412,6 @@ class Storm:
 
 
 def test_in_a_storm_of_all_verbs_over_the_same_jobs_nobody_deadlocks(dsn: str, protocol: Protocol) -> None:
-    # spec: SG-16, D-2
     # fault: F39
     made = protocol.enqueue_many({"task": "greet", "max_attempts": 5} for _ in range(200))
     jobs = [row["id"] for row in made]
