@@ -16,7 +16,8 @@ import json
 import random
 import select
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, LiteralString
 
@@ -157,6 +158,9 @@ class Explorer:
         self.runs = 0
         self.parked = 0
         self.ended: Counter[str] = Counter()
+        self.rollbacks = 0.12
+        """The share of transactions that end in a rollback."""
+
         self.endings: Sequence[str] = ()
         """How attempts end; in any way, if that is not said."""
 
@@ -186,6 +190,7 @@ class Explorer:
         self.monitor.execute(TRAIL)
         rows = self.protocol.rows("select verb, before::text, after::text from {}.moves")
         self.moves = {(row["verb"], row["before"], row["after"]) for row in rows}
+        self.moves.add(("enqueue", None, "blocked"))  # as _arrange does it
 
     def only(self, **weights: float) -> None:
         """Ask these verbs and no others, each so often: for a race that is rare among all that can happen."""
@@ -207,6 +212,71 @@ class Explorer:
         except (AssertionError, psycopg.Error) as error:
             story = "\n".join(self.trace)
             raise AssertionError(f"seed {seed}: {error}\n{story}") from error
+
+    def meet(self, state: str, first: str, second: str, seed: int) -> None:
+        """Two verbs at a job that is in this state: the second is asked while the first has not committed."""
+        self.trace = [f"{first}, and then {second}, of a job that is {state}"]
+        verbs = first, second
+        self.rollbacks = 0.0
+        try:
+            self._empty()
+            self._arrange(state, expires_in=5 if "expire" in verbs else None)
+            self._time_passes(LEASE + 1000 if "reap" in verbs else 6000)
+            rng = random.Random(seed)
+            turns = [getattr(self, f"_{verb}")(rng) for verb in verbs]
+            for session, turn in zip(self.sessions, turns, strict=False):
+                self._finish(session, f"begin; set local test.verb = '{turn.verb}'")
+                turn.lives = dict(self.revived)
+                session.send(turn.text, *turn.params)
+                self._look(session, turn, turn.verb)
+            for session, turn in zip(self.sessions, turns, strict=False):
+                if turn.phase == "parked":
+                    self._look(session, turn, turn.verb)
+                assert turn.phase != "parked", f"{turn.verb} waits for somebody who has ended"
+                self._end(rng, session, turn, turn.verb)
+            self._check()
+            self._drain()
+        except (AssertionError, psycopg.Error) as error:
+            story = "\n".join(self.trace)
+            raise AssertionError(f"{error}\n{story}") from error
+
+    def _arrange(self, state: str, expires_in: int | None) -> None:
+        """A job in this state, and a worker that believes to hold it, whether it does or not."""
+        worker = Worker(self.protocol.register(lease=LEASE / 1000))
+        self.workers.append(worker)
+        with self._as("enqueue"):
+            wish = {"task": "greet", "queue": "mail", "expires_in": expires_in}
+            [job] = [row["id"] for row in self.protocol.enqueue_many([wish])]
+            if state == "blocked":  # which nobody can make yet
+                self.protocol.rows("update {}.jobs set state = 'blocked' where id = %s", job)
+        self.known.append(job)
+        if state == "blocked":
+            worker.believes = {(job, 0)}
+            return
+        with self._as("claim"):
+            claimed = self.protocol.claim(worker.id, "mail")
+        worker.answered, worker.believes = claimed.report["claim"], {(job, 1)}
+        endings: dict[str, Row] = {
+            "scheduled": {"state": "scheduled", "error": ERROR, "delay": 3},
+            "waiting": {"state": "waiting", "jobs": [CHILD]},
+            "completed": {"state": "completed"},
+        }
+        if state == "ready":
+            with self._as("release"):
+                self.protocol.release(worker.id, claimed.held)
+        elif state != "running":
+            with self._as("settle"):
+                self.protocol.settle(worker.id, {"id": job, "attempt": 1, **endings[state]})
+            self.settled[job, 1] += 1
+            born = self.protocol.rows("select id from {}.all_jobs where parent = %s", job)
+            self.known += [row["id"] for row in born]
+        assert self.protocol.state(job) == state
+
+    @contextmanager
+    def _as(self, verb: str) -> Iterator[None]:
+        with self.monitor.transaction():
+            self.monitor.execute("select set_config('test.verb', %s, true)", (verb,))
+            yield
 
     def _empty(self) -> None:
         self.runs += 1
@@ -287,7 +357,7 @@ class Explorer:
         return bool(cursor.execute("select cardinality(pg_blocking_pids(%s)) > 0", (session.pid,)).fetchone())
 
     def _end(self, rng: random.Random, session: Session, turn: Turn, name: str) -> None:
-        if turn.failed or rng.random() < 0.12:
+        if turn.failed or rng.random() < self.rollbacks:
             self.trace.append(f"{name}: {turn.verb} is rolled back")
             self._finish(session, "rollback")
             return
@@ -479,11 +549,15 @@ class Explorer:
         return self._ask("fence", "shiftwork.fence(($1::jsonb ->> 0)::bigint, ($1::jsonb ->> 1)::int)", hold)
 
     def _reap(self, rng: random.Random) -> Turn:
-        options = [rng.choice([0, self.workers[0].id]), rng.choice([1, 1000]), rng.random() < 0.3]
+        reapers = [0, self.workers[0].id] if len(self.workers) > 1 else [0]  # nobody reaps its own
+        options = [rng.choice(reapers), rng.choice([1, 1000]), rng.random() < 0.3]
         call: LiteralString = (
             "shiftwork.reap(($1::jsonb ->> 0)::bigint, ($1::jsonb ->> 1)::int, ($1::jsonb ->> 2)::boolean)"
         )
         return self._ask("reap", call, options)
+
+    def _purge(self, rng: random.Random) -> Turn:
+        return self._ask("purge", "shiftwork.purge_part(($1::jsonb ->> 0)::boolean)", [False])
 
     def _promote(self, rng: random.Random) -> Turn:
         return self._ask("promote", "shiftwork.promote(($1::jsonb ->> 0)::int)", [1000])
@@ -617,6 +691,8 @@ class Explorer:
 
     def _drain(self) -> None:
         """Whatever happened, everything can still be brought to an end."""
+        blocked = self.protocol.rows("select id from {}.jobs where state = 'blocked'")
+        self.protocol.cancel(*(row["id"] for row in blocked))
         for _ in range(8):
             self.now += DAY
             self.clock.set(self.now)

@@ -1,4 +1,4 @@
-"""Five hundred seeded interleavings of the verbs on two to four sessions.
+"""Any two verbs at a job in any state, and five hundred seeded interleavings of all of them on two to four sessions.
 
 How they are made, and what must hold, is in the explorer.
 SHIFTWORK_SEED=123 runs that one alone; SHIFTWORK_EXPLORE=1 takes five hundred new ones.
@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import product
 
 import psycopg
 import pytest
@@ -38,6 +39,22 @@ def test_no_interleaving_breaks_an_invariant(dsn: str, share: int) -> None:
     if "SHIFTWORK_SEED" not in os.environ:
         assert explorer.parked > 0, "no statement ever had to wait: nothing was interleaved"
         assert min(explorer.ended.values()) > 0
+
+
+STATES = ("blocked", "scheduled", "ready", "running", "waiting", "completed")
+VERBS = ("claim", "settle", "release", "reap", "cancel", "promote", "expire", "revive", "heartbeat", "purge")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_any_two_verbs_may_meet_at_a_job_in_any_state(dsn: str, state: str) -> None:
+    # fault: F27
+    pairs = list(product(VERBS, VERBS))
+    explorer = Explorer(dsn)
+    with closing(explorer):
+        for seed, (first, second) in enumerate(pairs):
+            explorer.meet(state, first, second, seed)
+    assert len(pairs) * len(STATES) >= 600
+    assert sum(explorer.ended.values()) == 2 * len(pairs), "each has ended, and none in an error"
 
 
 # spec: ST-18
