@@ -286,6 +286,7 @@ def draining(dsn: str, protocol: Protocol, *options: str) -> Iterator[subprocess
 
 
 def test_a_drain_whose_pause_somebody_ends_has_not_drained(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, D-30
     protocol.enqueue()
     worker = protocol.register()
     claimed = protocol.claim(worker).jobs
@@ -301,6 +302,7 @@ def test_a_drain_whose_pause_somebody_ends_has_not_drained(dsn: str, protocol: P
 
 
 def test_a_drain_waits_for_a_claim_that_its_pause_did_not_wait_for(dsn: str, protocol: Protocol) -> None:
+    # spec: SH-36, D-30
     protocol.rows(
         "alter function {}.pause(text, text, interval, text, text, bigint, boolean) set lock_timeout = '50ms'"
     )

@@ -201,9 +201,8 @@ def drain(
         )
         chosen = {kind: value for kind, value in meant.items() if kind != "everything"}
         first = app.client.perform(operations.find_pause(store, **chosen))
-        claims = (
-            frozenset[str]() if alone else first.claims
-        )  # who began before the pause may not have seen it
+        # Who began to claim before the pause may not have seen it.
+        claims = frozenset[str]() if alone else first.claims
         pause, most = LOOK_EVERY
         while True:
             # In this order: what was claimed meanwhile is seen to run, and a pause that stands has stood all the while.
