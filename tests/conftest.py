@@ -79,6 +79,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 LENT = "a session of the server is lent for one transaction: it looks for the same one, or at what was left in it"
 KNOWN = "the pooler has an account of its own at the server, whoever calls it"
+ALONE = "a singleton without an address that leads past the pooler is refused, which test_pooler.py shows"
 DEAF = "without notifications nobody is told, and nobody has to say that it sleeps"
 
 POOLED = {
@@ -102,6 +103,7 @@ POLLED = {
     "test_any_of_its_sessions_may_be_ended[listener]": DEAF,
     "test_without_notifications_work_is_found_by_polling[True]": DEAF,
     "test_a_queue_of_notifications_that_fills_up_is_a_warning": DEAF,
+    "test_who_stands_by_says_so_instead_of_being_ready": ALONE,
 }
 """Why tests cannot be made through a pooler and by polling alone."""
 
