@@ -286,14 +286,15 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
   present constant timestamptz := shiftwork.clock();
+  document constant jsonb := coalesce(payload, '{}');
 begin
-  if octet_length(payload::jsonb::text) > 8192 then
-    perform shiftwork.check_payload(task, payload::jsonb);
+  if octet_length(document::text) > 8192 then
+    perform shiftwork.check_payload(task, document);
   end if;
   -- A constant out of an array has the type of its domain already, as what is registered has, and is not checked again whenever a job is made.
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                               attempt, failures, resets, expires_at, unique_key, tags)
-  select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, ('{default}'::shiftwork.queue_name[])[1]),
+  select task, document, coalesce(known.queue, ('{default}'::shiftwork.queue_name[])[1]),
          coalesce(known.priority, 0), coalesce(known.max_attempts, ('{5}'::shiftwork.allowance[])[1]), present, present,
          ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
          ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
@@ -314,14 +315,15 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
   present constant timestamptz := shiftwork.clock();
+  document constant jsonb := coalesce(payload, '{}');
   made bigint;
 begin
-  if octet_length(payload::jsonb::text) > 8192 then
-    perform shiftwork.check_payload(task, payload::jsonb);
+  if octet_length(document::text) > 8192 then
+    perform shiftwork.check_payload(task, document);
   end if;
   insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                               attempt, failures, resets, expires_at, unique_key, tags)
-  select task, coalesce(payload, '{}')::jsonb, coalesce(queue, known.queue, 'default'),
+  select task, document, coalesce(queue, known.queue, 'default'),
          coalesce(priority, known.priority, 0), coalesce(max_attempts, known.max_attempts, 5), present, present,
          ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
          ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
