@@ -81,6 +81,8 @@ INNER = {
     "place_time",
     "purge_companions",
     "purge_partition",
+    "note_registered",
+    "receive",
     "refuse_state",
     "return_permits",
     "routine_call",

@@ -58,6 +58,94 @@ def test_what_is_left_out_comes_from_the_registry_or_is_ordinary(protocol: Proto
     assert (row["run_at"], row["attempt"], row["tags"]) == (row["created_at"], 0, [])
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_while_nobody_has_registered_anything_all_is_ordinary(protocol: Protocol, way: str) -> None:
+    # spec: SH-5, D-19
+    text: Any = WAYS[way]
+    protocol.rows(text, "mail")
+    row = the_one(protocol)
+    assert (row["queue"], row["priority"], row["max_attempts"], row["state"]) == ("default", 0, 5, "ready")
+    assert (row["task"], row["payload"], row["tags"]) == ("mail", {}, [])
+    assert (row["run_at"], row["attempt"], row["failures"]) == (row["created_at"], 0, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_registered_holds_for_whoever_enqueues_from_its_commit_on(
+    dsn: str, protocol: Protocol, way: str
+) -> None:
+    # spec: ST-1
+    text: Any = WAYS[way]
+
+    def made() -> tuple[object, ...]:
+        protocol.rows("delete from {}.jobs")
+        protocol.rows(text, "mail")
+        row = the_one(protocol)
+        return row["queue"], row["priority"], row["max_attempts"]
+
+    assert made() == ("default", 0, 5)
+    with psycopg.connect(dsn) as connection:
+        operator = Protocol(connection)
+        register_task(operator)
+        operator.rows(text, "mail")  # who registers it sees it at once
+        assert operator.value("select max(priority) from {}.jobs where queue = 'letters'") == -3
+        assert made() == ("default", 0, 5)
+        connection.rollback()
+        assert made() == ("default", 0, 5)
+        register_task(operator)
+        connection.commit()
+    assert made() == ("letters", -3, 9)
+    protocol.rows("update {}.tasks set queue = null, max_attempts = null")
+    assert made() == ("default", -3, 5)
+    protocol.rows("delete from {}.tasks")
+    assert made() == ("default", 0, 5)
+
+
+def test_a_priority_that_somebody_registers_is_found_though_all_else_is_said(protocol: Protocol) -> None:
+    # spec: SH-5
+    def made(priority: int | None) -> tuple[object, ...]:
+        job = protocol.value("select {}.enqueue_one('mail', '{{}}', 'mine', %s, 7)", priority)
+        row = protocol.live(job)
+        return row["queue"], row["priority"], row["max_attempts"]
+
+    protocol.rows("insert into {}.tasks (name, queue, max_attempts) values ('mail', 'letters', 9)")
+    assert made(None) == ("mine", 0, 7)
+    protocol.rows("update {}.tasks set priority = -3")
+    assert made(None) == ("mine", -3, 7)
+    assert made(2) == ("mine", 2, 7)
+
+
+def test_tasks_that_come_by_replication_are_looked_for_as_well(protocol: Protocol) -> None:
+    # spec: ST-1
+    with protocol.connection.transaction():
+        protocol.rows("set local session_replication_role = replica")
+        register_task(protocol)
+    protocol.rows("select {}.enqueue('mail', '{{}}')")
+    assert the_one(protocol)["queue"] == "letters"
+
+
+@pytest.mark.parametrize("way", ["literal", "one"])
+def test_a_registry_of_many_tasks_is_not_read_whole_by_every_enqueue(protocol: Protocol, way: str) -> None:
+    protocol.rows(
+        "insert into {}.tasks (name, queue) select 'task ' || number, 'letters' from generate_series(1, 300) as number"
+    )
+    protocol.rows("analyze {}.tasks")
+    text: Any = WAYS[way]
+
+    def read() -> int:
+        count = protocol.value(
+            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables"
+            " where schemaname = 'shiftwork' and relname = 'tasks'"
+        )
+        assert isinstance(count, int)
+        return count
+
+    with protocol.connection.transaction():
+        for _ in range(10):  # the first of them with a plan of their own
+            before = read()
+            protocol.rows(text, "task 250")
+            assert read() - before == 1
+
+
 def test_sql_and_python_enqueue_the_same_row(protocol: Protocol) -> None:
     # spec: D-19, SH-5
     due = datetime(2990, 1, 1, tzinfo=UTC)

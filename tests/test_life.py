@@ -215,6 +215,17 @@ def test_a_retry_that_would_land_after_the_start_deadline_fails_instead(
     assert attempt["will_retry"] is False
 
 
+def test_a_job_that_waits_for_its_retry_expires_and_one_that_runs_does_not(protocol: Protocol) -> None:
+    # spec: HO-6
+    waits, runs = protocol.enqueue(expires_in=60), protocol.enqueue(expires_in=60)
+    worker = protocol.register(lease=3600)
+    claimed = protocol.claim(worker, want=2).jobs
+    assert protocol.settle(worker, retry(claimed[0], delay=30)) == {waits: "settled"}
+    protocol.shift_clock(timedelta(minutes=2))
+    assert protocol.expire() == 1
+    assert (protocol.state(waits), protocol.state(runs)) == ("expired", "running")
+
+
 def test_a_worker_that_lost_its_job_changes_nothing_and_is_told(protocol: Protocol) -> None:
     # spec: D-16, HO-8, QU-6
     job = protocol.enqueue()
@@ -550,9 +561,8 @@ def test_each_query_has_its_own_partial_index_and_the_hot_table_is_kept_clean(pr
         "jobs_pkey",
         "jobs_ready",
         "jobs_due",
-        "jobs_running",
-        "jobs_expiring",
-        "jobs_misfit",
+        "jobs_held",
+        "jobs_deadline",
         "jobs_unique",
         "jobs_parent",
     }

@@ -61,8 +61,10 @@ NOBODY = {
     "merge_deep",
     "merge_payload",
     "merge_value",
+    "note_registered",
     "purge_companions",
     "purge_partition",
+    "receive",
 }
 """What only other functions call, with the rights of the owner."""
 

@@ -11,8 +11,8 @@ declare
 begin
   late := array(
     select job.id from shiftwork.jobs as job
-     where job.expires_at is not null and job.state < 'running' and job.expires_at <= present
-     order by job.expires_at, job.id limit most for update skip locked);
+     where job.state = any('{blocked,scheduled,ready}') and job.expires_at <= present
+     limit most for update skip locked);
   if cardinality(late) > 0 then
     late := shiftwork.finish(late, 'expired', shiftwork.failure('TASK_EXPIRED', 'nobody started it before its deadline'));
   end if;

@@ -1,4 +1,4 @@
--- What the indexes jobs_misfit and history_misfit call for a row that must not be: a job whose state does not fit the rest of it.
+-- What the indexes jobs_held and history_misfit call for a row that must not be: a job whose state does not fit the rest of it.
 create or replace function shiftwork.refuse_state(job bigint, state shiftwork.job_state) returns void
 language plpgsql immutable as $$
 begin
