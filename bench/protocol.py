@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 
 from bench.callers import by_hand, through_client
 from bench.measuring import (
@@ -39,13 +41,11 @@ def claim(bench: Bench) -> None:
 
 
 def enqueue(bench: Bench) -> None:
-    """One job per transaction, nobody asleep, against a bare INSERT."""
+    """One job per transaction, nobody asleep, against a bare INSERT; `enqueue_one` as the client calls it, with a queue and attempts."""
     fill_floor(bench, 1)
     forms = {
-        "enqueue()": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
-        "enqueue_one() with a queue and a number of attempts, as the client calls it": (
-            """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);"""
-        ),
+        "enqueue": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
+        "enqueue_one": """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);""",
     }
     bare = {
         "a bare INSERT": """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');""",
@@ -58,7 +58,7 @@ def enqueue(bench: Bench) -> None:
         for name, text in forms.items():
             for against, other in bare.items():
                 bench.pairs(
-                    f"{name}, {clients} connection{'s' * (clients > 1)}, against {against}",
+                    f"{name}(), {clients} connection{'s' * (clients > 1)}, against {against}",
                     0.8,
                     lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
                     lambda t=other, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
@@ -73,6 +73,36 @@ def enqueue(bench: Bench) -> None:
             "jobs/s",
         )
     clear(bench)
+    with known(bench):
+        for clients in (1, 32):
+            for name, text, goal in (
+                ("enqueue_one() as above, others being registered", forms["enqueue_one"], 0.8),
+                ("enqueue() of a task that has to be looked up in the registry", forms["enqueue"], 0.7),
+            ):
+                bench.pairs(
+                    f"{name}, {clients} connection{'s' * (clients > 1)}, against a bare INSERT",
+                    goal,
+                    lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
+                    lambda n=clients: pgbench(bench, bare["a bare INSERT"], n),  # type: ignore[misc]
+                    "jobs/s",
+                )
+    clear(bench)
+
+
+@contextlib.contextmanager
+def known(bench: Bench) -> Iterator[None]:
+    """Twenty tasks that are registered with a queue and a number of attempts, as a worker does when it starts."""
+    tasks = [
+        {"name": name, "queue": "default", "max_attempts": 5} for name in ("nothing", *"abcdefghijklmnopqrs")
+    ]
+    with bench.connect() as connection:
+        connection.execute("select shiftwork.declare_tasks(%s)", (encode(tasks).decode(),))
+        connection.execute("analyze shiftwork.tasks")
+        try:
+            yield
+        finally:
+            connection.execute("truncate shiftwork.tasks")
+            connection.execute("select setval('shiftwork.registered', 1, false)")  # as if nobody ever had
 
 
 def bulk(bench: Bench) -> None:

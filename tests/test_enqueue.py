@@ -146,6 +146,27 @@ def test_a_registry_of_many_tasks_is_not_read_whole_by_every_enqueue(protocol: P
             assert read() - before == 1
 
 
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    ["select {}.enqueue('mail', %s::text)", "select {}.enqueue_one('mail', %s, 'default', 0, 5)"],
+)
+def test_what_is_too_large_is_refused_before_it_is_written(
+    protocol: Protocol, text: Any, registered: bool
+) -> None:
+    # spec: A-9
+    if registered:
+        register_task(protocol)
+    size: Any = "select pg_total_relation_size('shiftwork.jobs')"
+    before = protocol.value(size)
+    for _ in range(3):
+        assert sqlstate(protocol, text, json.dumps({"a": "x" * 2_000_000})) == "SW004"
+    assert protocol.value(size) == before
+    assert sqlstate(protocol, text, '{"n": [' + ", ".join(["1e131000"] * 9) + "]}") == "SW004"
+    protocol.rows(text, json.dumps({"a": "x" * 900_000}))
+    assert len(the_one(protocol)["payload"]["a"]) == 900_000
+
+
 def test_sql_and_python_enqueue_the_same_row(protocol: Protocol) -> None:
     # spec: D-19, SH-5
     due = datetime(2990, 1, 1, tzinfo=UTC)

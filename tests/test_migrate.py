@@ -209,6 +209,36 @@ def test_a_migrator_that_was_killed_at_any_step_is_resumed_by_the_next(
         assert shape_of(empty, f"killed_{number}") == whole
 
 
+def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_is_looked_for(
+    empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-35, ST-1
+    steps = installing.migrations()
+    monkeypatch.setattr(installing, "migrations", lambda: steps[:8])
+    assert len(list(installing._apply(empty, "shiftwork"))) == 8
+    empty.execute(
+        "insert into shiftwork.tasks (name, queue) select 'early ' || n, 'letters' from generate_series(1, 100) as n"
+    )
+    monkeypatch.setattr(installing, "migrations", lambda: steps)
+    assert list(installing._apply(empty, "shiftwork")) == steps[8:]
+    assert empty.execute("select pg_sequence_last_value('shiftwork.registered_priority')").fetchone() == (
+        None,
+    )
+    empty.execute("insert into shiftwork.tasks (name, priority) values ('between', -3)")
+    assert migrate(empty) == ["created the functions"]
+    empty.execute("analyze shiftwork.tasks")
+
+    with empty.transaction():
+        empty.execute("select shiftwork.enqueue('early 50', '{}')")
+        empty.execute("select shiftwork.enqueue_one('between', '{}', 'mine', null, 5)")
+        read = empty.execute(
+            "select seq_tup_read, idx_tup_fetch from pg_stat_xact_user_tables where relid = 'shiftwork.tasks'::regclass"
+        ).fetchone()
+        assert read == (0, 2)
+    made = empty.execute("select queue, priority from shiftwork.jobs order by id").fetchall()
+    assert made == [("letters", 0), ("mine", -3)]
+
+
 def test_a_table_that_is_in_use_is_waited_for_only_briefly(
     dsn: str, connection: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

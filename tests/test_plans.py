@@ -171,24 +171,25 @@ def crowd(connection: psycopg.Connection[Any], busy: int) -> None:
     """Half a million other rows."""
     insert = (
         "insert into shiftwork.jobs (task, queue, priority, max_attempts, state, run_at, created_at, attempt, worker, claim,"
-        " claimed_at, started_at, parent) "
+        " claimed_at, started_at, parent, expires_at) "
     )
     connection.execute(
         insert
         + "select 'greet', 'default', 0, 5, 'scheduled', now() + interval '1 day' + n * interval '1 second', now(), 0,"
-        " null::bigint, null::bigint, null::timestamptz, null::timestamptz, 10000000 + n / 100 from generate_series(1, %s) as n",
+        " null::bigint, null::bigint, null::timestamptz, null::timestamptz, 10000000 + n / 100, now() + interval '2 days'"
+        " from generate_series(1, %s) as n",
         (OTHERS,),
     )
     connection.execute(
         insert
-        + "select 'greet', 'default', 0, 5, 'running', now(), now(), 1, %s, n / 100, now(), now(), null"
-        " from generate_series(1, %s) as n",
+        + "select 'greet', 'default', 0, 5, 'running', now(), now(), 1, %s, n / 100, now(), now(), null,"
+        " now() - interval '1 day' from generate_series(1, %s) as n",  # their deadline has passed, and they have met it
         (busy, OTHERS),
     )
     for queue, task in (("other", "greet"), ("default", "unknown"), ("default", "paused")):
         connection.execute(
             insert + "select %s, %s, 0, 5, 'ready', now() - interval '1 day', now() - interval '1 day', 0,"
-            " null::bigint, null::bigint, null::timestamptz, null::timestamptz, null from generate_series(1, %s)",
+            " null::bigint, null::bigint, null::timestamptz, null::timestamptz, null, null::timestamptz from generate_series(1, %s)",
             (task, queue, OTHERS),
         )
     connection.execute("select shiftwork.pause(task => 'paused')")

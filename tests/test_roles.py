@@ -53,6 +53,7 @@ STEERING = {
     "target_of",
 }
 NOBODY = {
+    "check_and_wake",
     "check_payload",
     "complete_insert",
     "declare_until",
@@ -64,7 +65,6 @@ NOBODY = {
     "note_registered",
     "purge_companions",
     "purge_partition",
-    "receive",
 }
 """What only other functions call, with the rights of the owner."""
 

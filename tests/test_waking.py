@@ -169,6 +169,26 @@ def test_a_sleep_lapses_by_itself_and_no_shorter_one_lowers_it(protocol: Protoco
     assert ear.news() == []
 
 
+@pytest.mark.parametrize(
+    "text", ["select {}.enqueue('greet', '{{}}')", "select {}.enqueue_one('greet', '{{}}', 'default', 0, 5)"]
+)
+def test_a_sleep_that_has_lapsed_is_forgotten_by_the_next_enqueue_and_one_that_has_not_is_kept(
+    protocol: Protocol, ear: Listener, text: Any
+) -> None:
+    # spec: D-6
+    for _ in range(2):
+        sleep(protocol, 3600)
+        protocol.rows(text)
+        protocol.rows(text)
+        assert ear.news() == [("shiftwork_wake", "default")] * 2
+        protocol.rows(
+            "select setval('shiftwork.asleep_until', last_value - 3600001) from shiftwork.asleep_until"
+        )
+        protocol.rows(text)
+        assert ear.news() == []
+        assert protocol.value("select pg_sequence_last_value('shiftwork.asleep_until')") is None
+
+
 def test_a_sleeper_is_told_which_transactions_were_already_writing(dsn: str, protocol: Protocol) -> None:
     # spec: SH-6, D-6
     with elsewhere(dsn) as other:

@@ -287,7 +287,7 @@ create or replace function shiftwork.enqueue(task text, payload text, out id big
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 begin
-  if pg_sequence_last_value('shiftwork.registered') is null then
+  if pg_sequence_last_value('shiftwork.registered') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, coalesce(payload, '{}')::jsonb, ('{default}'::shiftwork.queue_name[])[1], 0, ('{5}'::shiftwork.allowance[])[1],
@@ -295,8 +295,11 @@ begin
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.receive(jobs.id) end, 'created' into id, outcome;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
   else
+    if octet_length(payload) > 8192 then
+      perform shiftwork.check_payload(task, payload::jsonb);
+    end if;
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, ('{default}'::shiftwork.queue_name[])[1]),
@@ -306,7 +309,7 @@ begin
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.receive(jobs.id) end, 'created' into id, outcome;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
   end if;
 end $$;
 
@@ -318,9 +321,9 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
   made bigint;
 begin
-  if queue is not null and max_attempts is not null
+  if (queue is not null and max_attempts is not null
        and (priority is not null or pg_sequence_last_value('shiftwork.registered_priority') is null)
-     or pg_sequence_last_value('shiftwork.registered') is null then
+      or pg_sequence_last_value('shiftwork.registered') is null) and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, coalesce(payload, '{}')::jsonb, coalesce(queue, 'default'), coalesce(priority, 0), coalesce(max_attempts, 5),
@@ -328,8 +331,11 @@ begin
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.receive(jobs.id) end into made;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   else
+    if octet_length(payload) > 8192 then
+      perform shiftwork.check_payload(task, payload::jsonb);
+    end if;
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     select task, coalesce(payload, '{}')::jsonb, coalesce(queue, known.queue, 'default'),
@@ -339,19 +345,25 @@ begin
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.receive(jobs.id) end into made;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   end if;
   return made;
 end $$;
 
--- A job that has just been made and is large, or for which somebody may be asleep: refuse it if it is too large, and wake who sleeps.
-create or replace function shiftwork.receive(job bigint) returns bigint language plpgsql as $$
+-- A job that has just been made: refuse it if its reader would get more than is allowed, and wake who sleeps. A declaration that has lapsed is
+-- forgotten, so that those after us need not come here. A worker that declares itself anew just now is not overlooked: it sees that we are
+-- writing to `jobs`, and says so again when we have ended.
+create or replace function shiftwork.check_and_wake(job bigint) returns bigint language plpgsql as $$
 declare
   made shiftwork.jobs;
 begin
   select * into made from shiftwork.jobs where id = job;
   perform shiftwork.check_payload(made.task, made.payload);
-  perform shiftwork.wake(array[made.queue]);
+  if shiftwork.is_declared('shiftwork.asleep_until') then
+    perform shiftwork.wake(array[made.queue]);
+  elsif pg_sequence_last_value('shiftwork.asleep_until') is not null then
+    perform setval('shiftwork.asleep_until', 0, false);
+  end if;
   return job;
 end $$;
 
@@ -365,5 +377,5 @@ begin
   if new.priority is not null and pg_sequence_last_value('shiftwork.registered_priority') is null then
     perform setval('shiftwork.registered_priority', 1);
   end if;
-  return null;
+  return new;
 end $$;

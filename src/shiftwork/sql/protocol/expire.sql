@@ -1,4 +1,4 @@
--- Jobs that nobody started in time are expired. A job that was to be cancelled and that nobody holds any more is cancelled.
+-- Jobs that nobody started in time are expired, those that are blocked first, and of each state the latest. A job that was to be cancelled and that nobody holds any more is cancelled.
 -- Permits of jobs that do not run come back.
 -- Says how many ended.
 create or replace function shiftwork.expire(most int default 1000) returns int

@@ -59,7 +59,7 @@ begin
        where job.id = any(array(
                select theirs.id from shiftwork.jobs as theirs
                 where theirs.state = 'running' and theirs.worker = any(lapsed)
-                order by theirs.worker, theirs.claim limit most for update skip locked))
+                limit most for update skip locked))                                     -- an order would read all that run, before PostgreSQL 17
          and job.worker = any(lapsed) and (job.state = 'running') is true
        order by job.id for update skip locked);
     if cardinality(ids) > 0 then
