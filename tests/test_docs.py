@@ -56,6 +56,7 @@ INNER = {
     "finish",
     "finish_signalled",
     "finish_together",
+    "forget_lapsed",
     "forget_on",
     "forget_runs",
     "give_back",

@@ -58,6 +58,7 @@ NOBODY = {
     "complete_insert",
     "declare_until",
     "enqueue_unique",
+    "forget_lapsed",
     "forget_runs",
     "merge_deep",
     "merge_payload",

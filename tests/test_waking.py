@@ -189,6 +189,33 @@ def test_a_sleep_that_has_lapsed_is_forgotten_by_the_next_enqueue_and_one_that_h
         assert protocol.value("select pg_sequence_last_value('shiftwork.asleep_until')") is None
 
 
+@pytest.mark.parametrize(
+    "text", ["select {}.enqueue('greet', '{{}}')", "select {}.enqueue_one('greet', '{{}}', 'default', 0, 5)"]
+)
+def test_nobody_forgets_a_sleep_that_is_being_declared_or_keeps_others_from_declaring_theirs(
+    dsn: str, protocol: Protocol, text: Any
+) -> None:
+    # spec: D-6
+    def declared() -> object:
+        return protocol.value("select pg_sequence_last_value('shiftwork.asleep_until')")
+
+    protocol.rows("select setval('shiftwork.asleep_until', 1)")  # it has lapsed long ago
+    with elsewhere(dsn) as other:
+        with other.connection.transaction():
+            other.rows("select {}.sleep(0)")  # as if it were about to say until when
+            other.rows("select setval('shiftwork.asleep_until', 1)")
+            protocol.rows(text)
+            assert declared() == 1
+        with protocol.connection.transaction():
+            protocol.rows(text)
+            assert declared() is None
+            other.rows("set lock_timeout = '5s'")
+            other.rows("select {}.sleep(3600)")
+            protocol.rows(text)
+            assert declared() is not None
+    assert protocol.value("select count(*) from {}.jobs") == 3
+
+
 def test_a_sleeper_is_told_which_transactions_were_already_writing(dsn: str, protocol: Protocol) -> None:
     # spec: SH-6, D-6
     with elsewhere(dsn) as other:

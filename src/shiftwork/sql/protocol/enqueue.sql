@@ -350,9 +350,7 @@ begin
   return made;
 end $$;
 
--- A job that has just been made: refuse it if its reader would get more than is allowed, and wake who sleeps. A declaration that has lapsed is
--- forgotten, so that those after us need not come here. A worker that declares itself anew just now is not overlooked: it sees that we are
--- writing to `jobs`, and says so again when we have ended.
+-- A job that has just been made: refuse it if its reader would get more than is allowed, and wake who sleeps.
 create or replace function shiftwork.check_and_wake(job bigint) returns bigint language plpgsql as $$
 declare
   made shiftwork.jobs;
@@ -362,7 +360,7 @@ begin
   if shiftwork.is_declared('shiftwork.asleep_until') then
     perform shiftwork.wake(array[made.queue]);
   elsif pg_sequence_last_value('shiftwork.asleep_until') is not null then
-    perform setval('shiftwork.asleep_until', 0, false);
+    perform shiftwork.forget_lapsed('shiftwork.asleep_until');
   end if;
   return job;
 end $$;

@@ -17,6 +17,18 @@ begin
   end if;
 end $$;
 
+-- A declaration that has lapsed is forgotten, so that those after us need not look at it. One that is being made just now is not: whoever makes it
+-- holds the lock. We give it back at once, with all that this block did but the sequence, since our transaction may last.
+create or replace function shiftwork.forget_lapsed(sequence regclass) returns void language plpgsql as $$
+begin
+  if pg_try_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0)) and not shiftwork.is_declared(sequence) then
+    perform setval(sequence, 0, false);
+  end if;
+  raise exception using errcode = 'SW000';
+exception when sqlstate 'SW000' then
+  null;
+end $$;
+
 -- Tell whoever sleeps that a queue has work; an empty name means any queue.
 create or replace function shiftwork.wake(queues text[]) returns void
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
