@@ -157,6 +157,7 @@ def crowd(bench: Bench) -> None:
             lambda: drained(bench, 1, jobs, "crowded"),
             lambda: drained(bench, 1, jobs),
             "jobs/s",
+            slices=4,
         )
 
 
@@ -182,6 +183,7 @@ def history(bench: Bench) -> None:
             lambda: drained(bench, 1, jobs, "aged"),
             lambda: drained(bench, 1, jobs),
             "jobs/s",
+            slices=4,
         )
 
 
