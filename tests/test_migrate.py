@@ -22,7 +22,7 @@ from shiftwork.migrate import Migration, migrate, pending, script
 from shiftwork.operations import require as requirement
 from shiftwork.settings import check_schema
 from shiftwork.stores.protocol import Protocol as Store
-from tests.concurrency import elsewhere
+from tests.concurrency import elsewhere, in_thread, waiting_for_lock
 from tests.harness import Protocol
 from tests.test_psql import psql
 
@@ -242,6 +242,56 @@ def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_
         assert read() == (whole, single + 2)  # not one page after the other
     made = empty.execute("select queue, priority from shiftwork.jobs order by id").fetchall()
     assert made == [("letters", 0), ("mine", -3)]
+
+
+def test_what_is_registered_while_a_migrator_waits_is_seen_whatever_its_session_says_of_snapshots(
+    dsn: str, empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # spec: HO-35
+    steps = installing.migrations()
+    monkeypatch.setattr(installing, "migrations", lambda: steps[:8])
+    list(installing._apply(empty, "shiftwork"))
+    monkeypatch.setattr(installing, "migrations", lambda: steps)
+    empty.execute("set default_transaction_isolation = 'repeatable read'")
+    with (
+        psycopg.connect(empty.info.dsn) as other,
+        psycopg.connect(empty.info.dsn, autocommit=True) as watcher,
+    ):
+        other.execute("insert into shiftwork.tasks (name, queue) values ('mail', 'letters')")
+        migrated = in_thread(migrate, empty)
+        waiting_for_lock(watcher, empty)
+        other.commit()
+        migrated.result(timeout=60)
+    empty.execute("select shiftwork.enqueue('mail', '{}')")
+    assert empty.execute("select queue from shiftwork.jobs").fetchone() == ("letters",)
+
+
+def test_somebody_else_than_the_owner_of_a_schema_is_refused_unless_everything_gets_an_owner_of_its_own(
+    empty: psycopg.Connection[Any],
+) -> None:
+    # spec: HO-35
+    login = f"shiftwork_test_{empty.info.backend_pid}"
+    name = sql.Identifier(login)
+    empty.execute(sql.SQL("create role {}").format(name))
+    try:
+        database = sql.Identifier(empty.info.dbname)
+        empty.execute(sql.SQL("grant create on database {} to {}").format(database, name))
+        empty.execute(sql.SQL("set role {}").format(name))
+        migrate(empty)
+        empty.execute("reset role")
+        assert migrate(empty) == [], "nothing is missing"
+        empty.execute("delete from shiftwork.settings where name = 'protocol'")
+        with pytest.raises(
+            ConfigurationError, match=rf"'shiftwork' belongs to {login}.*set role {login}.*--roles"
+        ):
+            migrate(empty)
+        empty.execute(sql.SQL("set role {}").format(name))
+        assert migrate(empty) == ["created the functions"]
+        empty.execute("select shiftwork.enqueue('mail', '{}')")
+    finally:
+        empty.execute("reset role")
+        empty.execute(sql.SQL("drop owned by {} cascade").format(name))
+        empty.execute(sql.SQL("drop role {}").format(name))
 
 
 def test_a_table_that_is_in_use_is_waited_for_only_briefly(

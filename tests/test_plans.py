@@ -328,6 +328,53 @@ def test_the_end_of_a_child_reads_few_jobs_even_if_there_were_none_when_its_plan
         assert found.rows("select {}.complete(%s)", fourth[0]) < 100
 
 
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_jobs_of_a_worker_are_found_by_their_ids_and_keys_though_its_plans_are_of_a_time_when_nothing_ran(
+    server: str, template: str, analyzed: bool
+) -> None:
+    # spec: SH-4
+    with (
+        copied(server, template) as dsn,
+        psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection,
+    ):
+        connection.execute("set plan_cache_mode = force_generic_plan")
+        protocol = Protocol(connection)
+        worker = protocol.register(lease=3600)
+        protocol.rows("insert into {}.jobs (task) select 'greet' from generate_series(1, 20000)")
+        protocol.enqueue("greet", priority=-1, unique_key="held", unique_scope="unfinished")
+        if analyzed:
+            connection.execute("analyze shiftwork.jobs")
+        found = Scene(protocol, worker, worker, protocol.claim(worker, want=1).held, [])
+
+        def dear() -> dict[str, int]:
+            """What reads more than a few rows for each job that it is told of."""
+            ids = [job for job, _ in found.held]
+            outcomes = [{"id": job, "attempt": attempt, "state": "completed"} for job, attempt in found.held]
+            request = {"worker": worker, "held": found.held, "outcomes": outcomes, "answered": 0}
+            request["lines"] = [[*held, 0, "info", "hello"] for held in found.held]
+            verbs: dict[LiteralString, object] = {
+                "select * from {}.settle(%s)": request,
+                "select * from {}.start(%s)": request,
+                "select {}.heartbeat(%s)": request,
+                "select {}.report(%s)": request,
+                "select * from {}.release(%s)": request,
+                "select * from {}.cancel(%s)": ids,
+                "select * from {}.look(%s)": ids,
+                "select {}.enqueue('greet', unique_action => 'replace', unique_key => %s)": "held",
+            }
+            rows = {str(verb): found.rows(verb, what) for verb, what in verbs.items()}
+            return {verb: count for verb, count in rows.items() if count > 8 * len(ids)}
+
+        assert dear() == {}
+        assert protocol.value(
+            "with begun as (update {}.jobs set state = 'running', attempt = 1, worker = %s, claim = 1, claimed_at = now()"
+            " where state = 'ready' and id <= 3000 returning id) select count(*) from begun",
+            worker,
+        )
+        found.held += [[job, 1] for job in range(1, 20)]
+        assert dear() == {}
+
+
 @pytest.mark.parametrize("verb", ["select * from {}.settle(%s)", "select * from {}.release(%s)"])
 def test_what_others_have_locked_is_told_without_reading_all_that_the_worker_holds(
     server: str, template: str, verb: LiteralString

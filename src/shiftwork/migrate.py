@@ -108,7 +108,7 @@ create table if not exists shiftwork.migrations (
 
 def script(schema: str = "shiftwork", *, with_roles: bool = False) -> str:
     """All of it for psql, to install from nothing."""
-    parts = ["begin;", _BOOTSTRAP]
+    parts = ["begin isolation level read committed;", _BOOTSTRAP]
     for step in migrations():
         parts += [
             step.text,
@@ -136,6 +136,8 @@ def migrate(
     """
     check_schema(schema)
     _refuse_foreign(connection, schema)
+    if not with_roles:
+        _refuse_stranger(connection, schema)
     done = [f"applied {step.name}" for step in _apply(connection, schema)]
     with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
         _take_turn(cursor, schema)
@@ -187,6 +189,23 @@ def _refuse_foreign(connection: psycopg.Connection[Any], schema: str) -> None:
         )
 
 
+def _refuse_stranger(connection: psycopg.Connection[Any], schema: str) -> None:
+    """What somebody else adds would be his: functions that act for the one owner could not use it."""
+    with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
+        if not pending(connection, schema):
+            return
+        strangers = cursor.execute(
+            "select relowner::regrole::text, current_user from pg_class where oid = to_regclass(%s)"
+            " and relowner <> current_user::regrole and relowner <> coalesce(to_regrole(%s), 0)",
+            (f'"{schema}".migrations', f'"{schema}_owner"'),
+        ).fetchall()
+    for owner, user in strangers:
+        raise ConfigurationError(
+            f"schema {schema!r} belongs to {owner}, and what {user} adds to it would not: migrate as {owner}"
+            f" (set role {owner}), or with --roles, which gives everything to a role of its own"
+        )
+
+
 def _has_roles(cursor: psycopg.Cursor[Any], schema: str) -> bool:
     [[owned]] = cursor.execute(
         "select nspowner::regrole::text = %s from pg_namespace where nspname = %s",
@@ -196,6 +215,8 @@ def _has_roles(cursor: psycopg.Cursor[Any], schema: str) -> bool:
 
 
 def _take_turn(cursor: psycopg.Cursor[Any], schema: str) -> None:
+    # Whatever the caller's default is: what others wrote while we waited for a lock is to be seen.
+    cursor.execute("set transaction isolation level read committed")
     cursor.execute("select set_config('lock_timeout', %s, true)", (PATIENCE,))
     cursor.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{schema} migrate",))
     cursor.execute("select set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))

@@ -3,7 +3,8 @@
 
 -- What somebody holds, by worker and claim; and the guard of what a row may be: a job that is held has a worker and the time of its claim, no
 -- other has both, and no job here is finished. What is otherwise gets as far as the last column, and no farther. A CHECK would be read from
--- its text again by every statement that writes here. `is true` keeps fences away, which name a worker and are looked up by id.
+-- its text again by every statement that writes here. `is true` keeps fences away, which name a worker and are looked up by id; those which name a
+-- state as well have to say `is true` of that by themselves.
 create index jobs_held on shiftwork.jobs (state, worker, claim, (
   case when state = any (case when claimed_at is null or worker is null
                               then '{running,waiting,completed,failed,cancelled,expired}'::shiftwork.job_state[]

@@ -201,7 +201,7 @@ begin
       if not found then
         -- One that holds its key while it runs cannot be given other arguments any more.
         select job.id into id from shiftwork.jobs as job where job.task = fresh.task and job.held_key = fresh.unique_key
-           and job.state in ('running', 'waiting');
+           and (job.state in ('running', 'waiting')) is true;             -- by its key, not by the index of what is held
         if found then
           outcome := 'existing';
           return;

@@ -1,6 +1,5 @@
--- Jobs that nobody started in time are expired, those that are blocked first, and of each state the latest. A job that was to be cancelled and that nobody holds any more is cancelled.
--- Permits of jobs that do not run come back.
--- Says how many ended.
+-- Jobs that nobody started in time are expired. A job that was to be cancelled and that nobody holds any more is cancelled. Permits of jobs
+-- that do not run come back. Says how many ended.
 create or replace function shiftwork.expire(most int default 1000) returns int
 language plpgsql set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$

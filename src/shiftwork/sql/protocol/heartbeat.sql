@@ -44,7 +44,8 @@ begin
     from shiftwork.holds(request -> 'held') as hold
     left join lateral (
       select held.id from shiftwork.jobs as held
-       where held.id = hold.id and held.attempt = hold.attempt and held.worker = holder and held.state in ('running', 'waiting')
+       where held.id = hold.id and held.attempt = hold.attempt and held.worker = holder
+         and (held.state in ('running', 'waiting')) is true
       offset 0) as job on true;
 
   select coalesce(jsonb_agg(jsonb_build_object('id', signal.job, 'reason', signal.reason)), '[]') into asked

@@ -190,14 +190,14 @@ begin
   doubtful := array(
     select permit.id from shiftwork.permits as permit
      where permit.job is not null
-       and not exists (select from shiftwork.jobs as job where job.id = permit.job and job.state = 'running')
+       and not exists (select from shiftwork.jobs as job where job.id = permit.job and (job.state = 'running') is true)
      for update skip locked);
   if cardinality(doubtful) > 0 then
     -- Looked at again, now that they are locked: one may have been lent anew in between.
     astray := array(
       select permit.id from shiftwork.permits as permit
        where permit.id = any(doubtful) and permit.job is not null
-         and not exists (select from shiftwork.jobs as job where job.id = permit.job and job.state = 'running'));
+         and not exists (select from shiftwork.jobs as job where job.id = permit.job and (job.state = 'running') is true));
     delete from shiftwork.permits as permit where permit.id = any(astray) and permit.surplus;
     update shiftwork.permits as permit set job = null where permit.id = any(astray);
     perform shiftwork.wake(array['']);

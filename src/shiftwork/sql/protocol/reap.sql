@@ -57,9 +57,11 @@ begin
     ids := array(
       select job.id from shiftwork.jobs as job
        where job.id = any(array(
-               select theirs.id from shiftwork.jobs as theirs
-                where theirs.state = 'running' and theirs.worker = any(lapsed)
-                limit most for update skip locked))                                     -- an order would read all that run, before PostgreSQL 17
+               select theirs.id                       -- worker by worker: looked for together, PostgreSQL 15 would read all that run
+                 from unnest(lapsed) as silent (worker) cross join lateral (
+                   select held.id from shiftwork.jobs as held
+                    where held.state = 'running' and held.worker = silent.worker limit most for update skip locked) as theirs
+                limit most))
          and job.worker = any(lapsed) and (job.state = 'running') is true
        order by job.id for update skip locked);
     if cardinality(ids) > 0 then
