@@ -347,7 +347,7 @@ async def test_a_handler_is_told_why_its_job_is_lost(dsn: str, protocol: Protoco
     async def hold(context: Context) -> None:
         await latch.hold()
 
-    async with app, Workshop(app, lease=timedelta(seconds=1)) as shop:
+    async with app, Workshop(app, lease=timedelta(seconds=5)) as shop:
         job = await hold.aenqueue()
         await latch.reached()
         other = protocol.register(lease=60)
