@@ -245,7 +245,7 @@ def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_
 
 
 def test_what_is_registered_while_a_migrator_waits_is_seen_whatever_its_session_says_of_snapshots(
-    dsn: str, empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # spec: HO-35
     steps = installing.migrations()
@@ -270,28 +270,41 @@ def test_somebody_else_than_the_owner_of_a_schema_is_refused_unless_everything_g
     empty: psycopg.Connection[Any],
 ) -> None:
     # spec: HO-35
-    login = f"shiftwork_test_{empty.info.backend_pid}"
-    name = sql.Identifier(login)
+    login = f"stranger_{empty.info.backend_pid}"
+    schema = f"{login}_jobs"
+    name, database = sql.Identifier(login), sql.Identifier(empty.info.dbname)
+    enqueue = sql.SQL("select {}.enqueue('mail', '{{}}')").format(sql.Identifier(schema))
+    outdate = sql.SQL("delete from {}.settings where name = 'protocol'").format(sql.Identifier(schema))
     empty.execute(sql.SQL("create role {}").format(name))
     try:
-        database = sql.Identifier(empty.info.dbname)
         empty.execute(sql.SQL("grant create on database {} to {}").format(database, name))
         empty.execute(sql.SQL("set role {}").format(name))
-        migrate(empty)
+        migrate(empty, schema)
         empty.execute("reset role")
-        assert migrate(empty) == [], "nothing is missing"
-        empty.execute("delete from shiftwork.settings where name = 'protocol'")
+        assert migrate(empty, schema) == [], "nothing is missing"
+        empty.execute(outdate)
         with pytest.raises(
-            ConfigurationError, match=rf"'shiftwork' belongs to {login}.*set role {login}.*--roles"
+            ConfigurationError, match=rf"'{schema}' belongs to {login}.*set role {login}.*--roles"
         ):
-            migrate(empty)
+            migrate(empty, schema)
         empty.execute(sql.SQL("set role {}").format(name))
-        assert migrate(empty) == ["created the functions"]
-        empty.execute("select shiftwork.enqueue('mail', '{}')")
+        assert migrate(empty, schema) == ["created the functions"]
+        empty.execute(enqueue)
+        empty.execute("reset role")
+
+        empty.execute(outdate)
+        assert migrate(empty, schema, with_roles=True) == ["created the functions", "granted the roles"]
+        empty.execute(outdate)
+        assert migrate(empty, schema) == ["created the functions", "granted the roles"]
+        empty.execute(sql.SQL("set role {}").format(sql.Identifier(f"{schema}_producer")))
+        empty.execute(enqueue)
     finally:
         empty.execute("reset role")
-        empty.execute(sql.SQL("drop owned by {} cascade").format(name))
-        empty.execute(sql.SQL("drop role {}").format(name))
+        for [role] in empty.execute(
+            "select rolname from pg_roles where rolname like %s", (f"{login}%",)
+        ).fetchall():
+            empty.execute(sql.SQL("drop owned by {} cascade").format(sql.Identifier(role)))
+            empty.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 
 
 def test_a_table_that_is_in_use_is_waited_for_only_briefly(
