@@ -423,6 +423,9 @@ def test_a_batch_of_which_a_trigger_keeps_some_out_is_refused_instead_of_told_of
     told = {row["id"]: "abc"[row["ordinal"] - 1] for row in answers}
     assert told == {row["id"]: row["task"] for row in protocol.rows("select id, task from {}.jobs")}
     assert protocol.value("select {}.enqueue_one('unwanted', '{{}}', null, null, null)") is None
+    for form in ("'{{}}'", "'{{}}', queue => 'mail'"):
+        text: Any = f"select id, outcome from {{}}.enqueue('unwanted', {form})"
+        assert protocol.rows(text) == [{"id": None, "outcome": None}]
 
 
 def test_an_option_that_there_is_not_is_refused_by_name(protocol: Protocol) -> None:

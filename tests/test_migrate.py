@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from time import monotonic
 from typing import Any
 
@@ -116,7 +116,7 @@ def test_migrators_that_race_in_many_processes_do_it_once(
 ) -> None:
     # spec: HO-35
     empty.execute("select pg_advisory_lock(1)")
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         racers = [
             stack.enter_context(
                 subprocess.Popen([sys.executable, "-c", RACER, empty_dsn], stdout=subprocess.PIPE, text=True)
@@ -244,6 +244,42 @@ def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_
     assert made == [("letters", 0), ("mine", -3)]
 
 
+FORMER = """
+drop function former.enqueue(text, text);
+create function former.enqueue(task text, payload text, out id bigint, out outcome text) language plpgsql
+  as $$ begin outcome := 'by the former'; end $$;
+delete from former.settings where name = 'protocol';
+"""
+
+
+def test_an_enqueue_whose_answer_had_no_name_yet_gives_way_to_one_that_has(
+    empty: psycopg.Connection[Any],
+) -> None:
+    # spec: HO-35
+    schema = f"former_{empty.info.backend_pid}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(drop_roles, empty, schema)
+        migrate(empty, schema, with_roles=True)
+        now = shape_of(empty, schema)
+        empty.execute(FORMER.replace("former.", f"{schema}.").encode())
+        assert shape_of(empty, schema) != now
+        assert migrate(empty, schema) == ["created the functions", "granted the roles"]
+        assert shape_of(empty, schema) == now
+        empty.execute(sql.SQL("set role {}").format(sql.Identifier(f"{schema}_producer")))
+        enqueue = sql.SQL("select outcome from {}.enqueue('mail', '{{}}')").format(sql.Identifier(schema))
+        assert empty.execute(enqueue).fetchone() == ("created",)
+
+
+def drop_roles(connection: psycopg.Connection[Any], prefix: str) -> None:
+    """The roles of a test, with all that is theirs."""
+    connection.execute("reset role")
+    for [role] in connection.execute(
+        "select rolname from pg_roles where rolname ~ %s", (f"^{prefix}(_|$)",)
+    ).fetchall():
+        connection.execute(sql.SQL("drop owned by {} cascade").format(sql.Identifier(role)))
+        connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
+
+
 def test_what_is_registered_while_a_migrator_waits_is_seen_whatever_its_session_says_of_snapshots(
     empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,12 +335,7 @@ def test_somebody_else_than_the_owner_of_a_schema_is_refused_unless_everything_g
         empty.execute(sql.SQL("set role {}").format(sql.Identifier(f"{schema}_producer")))
         empty.execute(enqueue)
     finally:
-        empty.execute("reset role")
-        for [role] in empty.execute(
-            "select rolname from pg_roles where rolname like %s", (f"{login}%",)
-        ).fetchall():
-            empty.execute(sql.SQL("drop owned by {} cascade").format(sql.Identifier(role)))
-            empty.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
+        drop_roles(empty, login)
 
 
 def test_a_table_that_is_in_use_is_waited_for_only_briefly(

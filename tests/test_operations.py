@@ -105,11 +105,15 @@ def test_only_what_was_chosen_is_sent() -> None:
 def test_one_job_is_sent_as_it_is_and_not_as_a_document() -> None:
     plain = next(operations.enqueue_one(STORE, a_job(b'{"n":1}')))
     assert isinstance(plain, Statement)
-    assert plain.params == ("greet", '{"n":1}', None, None, None)
+    assert plain.params == ("greet", '{"n":1}')
+    assert plain.plain == b'select ("shiftwork".enqueue($1::text, $2::text)).id as value'
     chosen = next(operations.enqueue_one(STORE, a_job(b"{}", queue="mail", priority=-5, max_attempts=3)))
     assert isinstance(chosen, Statement)
     assert chosen.params == ("greet", "{}", "mail", -5, 3)
     assert chosen.plain == b'select "shiftwork".enqueue_one($1, $2, $3, $4, $5) as value'
+    queued = next(operations.enqueue_one(STORE, a_job(b"{}", queue="mail")))
+    assert isinstance(queued, Statement)
+    assert queued.params == ("greet", "{}", "mail", None, None)
 
 
 def test_a_job_of_which_more_is_said_is_sent_as_a_document_with_all_of_it() -> None:

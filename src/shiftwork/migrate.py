@@ -24,7 +24,7 @@ from psycopg.rows import tuple_row
 from shiftwork.errors import ConfigurationError, SchemaTooNew
 from shiftwork.settings import check_schema
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Rises whenever a function that a client or a worker calls is added or changes what it does."""
 
 LOCK_TIMEOUT = "5s"

@@ -38,7 +38,8 @@ begin
     execute format('alter routine %s owner to shiftwork_owner', one.signature);
   end loop;
   for one in select type.typname from pg_type as type
-              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e')
+              where type.typnamespace = 'shiftwork'::regnamespace
+                and (type.typtype in ('d', 'e') or exists (select from pg_class as own where own.oid = type.typrelid and own.relkind = 'c'))
                 and type.typowner <> 'shiftwork_owner'::regrole loop
     execute format('alter type shiftwork.%I owner to shiftwork_owner', one.typname);
   end loop;

@@ -42,6 +42,7 @@ MATCHING = """
 PARTS = {"<job>": JOB, "<attempt>": ATTEMPT, "<matching>": MATCHING}
 
 ENQUEUE = "select ordinal, id, outcome from shiftwork.enqueue_many(%s::jsonb)"
+ENQUEUE_PLAIN = "select (shiftwork.enqueue(%s::text, %s::text)).id as value"
 ENQUEUE_ONE = "select shiftwork.enqueue_one(%s, %s, %s, %s, %s) as value"
 GET = "select <job> from shiftwork.look(%s::bigint[]) order by id"
 ATTEMPTS = "select <attempt> from shiftwork.attempts where job = any(%s::bigint[]) order by job, attempt"
@@ -304,12 +305,12 @@ class Protocol:
 
     def enqueue_one(self, job: NewJob[object]) -> Statement:
         """Enqueue one job that goes at once, and of which nothing is said but what tasks are declared with."""
+        values = job.task, bytes(job.payload).decode()
+        if (job.queue, job.priority, job.max_attempts) == (None, None, None):
+            return self._exchanged(ENQUEUE_PLAIN, *values)
         priority = None if job.priority is None else int(job.priority)
         max_attempts = None if job.max_attempts is None else int(job.max_attempts)
-        params = job.task, bytes(job.payload).decode(), job.queue, priority, max_attempts
-        return Statement(
-            _written(ENQUEUE_ONE, self.schema), params, plain=_numbered(ENQUEUE_ONE, self.schema)
-        )
+        return self._exchanged(ENQUEUE_ONE, *values, job.queue, priority, max_attempts)
 
     def get(self, ids: Sequence[int]) -> Statement:
         """The jobs with these ids, wherever they are in their life."""
@@ -585,6 +586,10 @@ class Protocol:
 
     def _statement(self, text: str, *params: object) -> Statement:
         return Statement(_written(text, self.schema), params)
+
+    def _exchanged(self, text: str, *params: object) -> Statement:
+        """Of texts and numbers only, which cross as they are."""
+        return Statement(_written(text, self.schema), params, plain=_numbered(text, self.schema))
 
     def _look(self, text: str, *params: object) -> Statement:
         return Statement(_written(text, self.schema), params, writes=False)

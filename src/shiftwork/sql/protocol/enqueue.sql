@@ -245,25 +245,38 @@ begin
   end case;
 end $$;
 
+-- The two forms of `enqueue` answered with a record that had no name until migration 0011; an answer of another type wants a new function.
+do $$
+declare
+  form regprocedure;
+begin
+  for form in select routine.oid from pg_catalog.pg_proc as routine
+               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'enqueue'
+                 and routine.prorettype = 'record'::regtype loop
+    execute format('drop function %s', form);
+  end loop;
+end $$;
+
 -- One job. All but the task is optional; a job without a unique key costs no more than its INSERT.
 create or replace function shiftwork.enqueue(
   task text, payload jsonb default '{}', queue text default null, priority int default null,
   run_at timestamptz default null, expires_at timestamptz default null, max_attempts int default null,
   unique_key text default null, delay interval default null, tags text[] default null, keep int default null,
   unique_scope text default null, unique_action text default null, unique_window interval default null,
-  merge jsonb default null, out id bigint, out outcome text)
+  merge jsonb default null) returns shiftwork.enqueued
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
   present constant timestamptz := shiftwork.clock();
   due constant timestamptz := greatest(coalesce(run_at, present + delay), present);
+  made shiftwork.enqueued;
 begin
   if unique_key is not null then
-    select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
+    select one.id, one.outcome into made from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
       'task', task, 'payload', payload, 'queue', queue, 'priority', priority, 'run_at', due, 'expires_at', expires_at,
       'max_attempts', max_attempts, 'unique_key', unique_key, 'tags', tags, 'keep', keep, 'unique_scope', unique_scope,
-      'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as made;
-    return;
+      'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as one;
+    return made;
   end if;
   if octet_length(payload::text) > 8192 then
     perform shiftwork.check_payload(task, payload);
@@ -273,29 +286,32 @@ begin
          coalesce(max_attempts, known.max_attempts, 5), due, present,
          case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state, expires_at, coalesce(tags, '{}'), keep
     from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-  returning jobs.id, 'created' into id, outcome;
+  returning jobs.id, 'created' into made;
   if shiftwork.is_declared('shiftwork.asleep_until') then
-    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
+    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = made.id));
   end if;
+  return made;
 end $$;
 
 -- One job with no more than its payload, as most are: PostgreSQL comes here when the payload is a plain literal or a text.
 -- Reading the defaults of all the options above would take half as long again. What is told of enqueueing one job is told in one statement:
 -- each further one, and each further expression, costs a hundredth or two. A constant out of an array has the type of its domain already,
 -- as what is registered has, and is not checked again whenever a job is made.
-create or replace function shiftwork.enqueue(task text, payload text, out id bigint, out outcome text)
+create or replace function shiftwork.enqueue(task text, payload text) returns shiftwork.enqueued
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
+declare
+  made bigint;
 begin
   if pg_sequence_last_value('shiftwork.registered') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
-    values (task, coalesce(payload, '{}')::jsonb, ('{default}'::shiftwork.queue_name[])[1], 0, ('{5}'::shiftwork.allowance[])[1],
+    values (task, payload::jsonb, ('{default}'::shiftwork.queue_name[])[1], 0, ('{5}'::shiftwork.allowance[])[1],
             shiftwork.clock(), shiftwork.clock(),
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   else
     if octet_length(payload) > 8192 then
       perform shiftwork.check_payload(task, payload::jsonb);
@@ -309,11 +325,12 @@ begin
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   end if;
+  return row(made, case when made is not null then 'created' end)::shiftwork.enqueued;
 end $$;
 
--- The same as the client sends it, with what most tasks are declared with; the answer is no record but the id, null if a trigger
+-- The same as the client sends it for a task that is declared with any of these; the answer is no record but the id, null if a trigger
 -- has kept the job out. A name of its own: null as one of the options would fit several functions called `enqueue`.
 create or replace function shiftwork.enqueue_one(task text, payload text, queue text, priority int, max_attempts int) returns bigint
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
@@ -321,13 +338,11 @@ language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
   made bigint;
 begin
-  if (queue is not null and max_attempts is not null
-       and (priority is not null or pg_sequence_last_value('shiftwork.registered_priority') is null)
-      or pg_sequence_last_value('shiftwork.registered') is null) and octet_length(payload) <= 8192 then
+  if queue is not null and max_attempts is not null and octet_length(payload) <= 8192
+     and (priority is not null or pg_sequence_last_value('shiftwork.registered_priority') is null) then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
-    values (task, coalesce(payload, '{}')::jsonb, coalesce(queue, 'default'), coalesce(priority, 0), coalesce(max_attempts, 5),
-            shiftwork.clock(), shiftwork.clock(),
+    values (task, payload::jsonb, queue, coalesce(priority, 0), max_attempts, shiftwork.clock(), shiftwork.clock(),
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
