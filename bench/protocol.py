@@ -42,7 +42,6 @@ def claim(bench: Bench) -> None:
 
 def enqueue(bench: Bench) -> None:
     """One job per transaction, nobody asleep, against a bare INSERT; `enqueue_one` as the client calls it, with a queue and attempts."""
-    fill_floor(bench, 1)
     forms = {
         "enqueue": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
         "enqueue_one": """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);""",
@@ -57,12 +56,15 @@ def enqueue(bench: Bench) -> None:
     for clients in (1, 32):
         for name, text in forms.items():
             for against, other in bare.items():
+                clear(bench)
+                fill_floor(bench, 1)
                 bench.pairs(
                     f"{name}(), {clients} connection{'s' * (clients > 1)}, against {against}",
                     0.8,
                     lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
                     lambda t=other, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
                     "jobs/s",
+                    slices=2,
                 )
     for callers in (1, 32):
         bench.pairs(
@@ -75,17 +77,14 @@ def enqueue(bench: Bench) -> None:
     clear(bench)
     with known(bench):
         for clients in (1, 32):
-            for name, text, goal in (
-                ("enqueue_one() as above, others being registered", forms["enqueue_one"], 0.8),
-                ("enqueue() of a task that has to be looked up in the registry", forms["enqueue"], 0.7),
-            ):
-                bench.pairs(
-                    f"{name}, {clients} connection{'s' * (clients > 1)}, against a bare INSERT",
-                    goal,
-                    lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
-                    lambda n=clients: pgbench(bench, bare["a bare INSERT"], n),  # type: ignore[misc]
-                    "jobs/s",
-                )
+            bench.pairs(
+                f"enqueue() of a task that has to be looked up in the registry, {clients} connection{'s' * (clients > 1)}, against a bare INSERT",
+                0.7,
+                lambda n=clients: pgbench(bench, forms["enqueue"], n),  # type: ignore[misc]
+                lambda n=clients: pgbench(bench, bare["a bare INSERT"], n),  # type: ignore[misc]
+                "jobs/s",
+                slices=2,
+            )
     clear(bench)
 
 

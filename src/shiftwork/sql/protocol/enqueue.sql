@@ -301,17 +301,18 @@ create or replace function shiftwork.enqueue(task text, payload text) returns sh
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
-  made bigint;
+  present constant shiftwork.instant := shiftwork.clock();
+  made shiftwork.enqueued;
 begin
   if pg_sequence_last_value('shiftwork.registered') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, payload::jsonb, ('{default}'::shiftwork.queue_name[])[1], 0, ('{5}'::shiftwork.allowance[])[1],
-            shiftwork.clock(), shiftwork.clock(),
+            present, present,
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
   else
     if octet_length(payload) > 8192 then
       perform shiftwork.check_payload(task, payload::jsonb);
@@ -320,14 +321,14 @@ begin
                                 attempt, failures, resets, expires_at, unique_key, tags)
     select task, coalesce(payload, '{}')::jsonb, coalesce(known.queue, ('{default}'::shiftwork.queue_name[])[1]),
            coalesce(known.priority, 0), coalesce(known.max_attempts, ('{5}'::shiftwork.allowance[])[1]),
-           shiftwork.clock(), shiftwork.clock(),
+           present, present,
            ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
   end if;
-  return row(made, case when made is not null then 'created' end)::shiftwork.enqueued;
+  return made;
 end $$;
 
 -- The same as the client sends it for a task that is declared with any of these; the answer is no record but the id, null if a trigger
@@ -336,13 +337,14 @@ create or replace function shiftwork.enqueue_one(task text, payload text, queue 
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
+  present constant shiftwork.instant := shiftwork.clock();
   made bigint;
 begin
   if queue is not null and max_attempts is not null and octet_length(payload) <= 8192
      and (priority is not null or pg_sequence_last_value('shiftwork.registered_priority') is null) then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
-    values (task, payload::jsonb, queue, coalesce(priority, 0), max_attempts, shiftwork.clock(), shiftwork.clock(),
+    values (task, payload::jsonb, queue, coalesce(priority, 0), max_attempts, present, present,
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
     returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
@@ -355,7 +357,7 @@ begin
                                 attempt, failures, resets, expires_at, unique_key, tags)
     select task, coalesce(payload, '{}')::jsonb, coalesce(queue, known.queue, 'default'),
            coalesce(priority, known.priority, 0), coalesce(max_attempts, known.max_attempts, 5),
-           shiftwork.clock(), shiftwork.clock(),
+           present, present,
            ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
