@@ -235,8 +235,12 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
             capture_output=True,
             text=True,
         )
-    _first, *counted = re.findall(r"progress: [0-9.]+ s, ([0-9.]+) tps", told.stderr)
-    return statistics.mean(float(rate) for rate in counted)
+    found = re.search(r"progress: ([0-9.]+) s, ([0-9.]+) tps", told.stderr)
+    whole = re.search(r"actually processed: ([0-9]+).*tps = ([0-9.]+)", told.stdout, re.DOTALL)
+    assert found, told.stderr
+    assert whole, told.stdout
+    warm, count = float(found[1]), float(whole[1])
+    return (count - warm * float(found[2])) / (count / float(whole[2]) - warm)
 
 
 def on_its_loop(measure: Coroutine[Any, Any, float]) -> float:

@@ -82,6 +82,7 @@ INNER = {
     "place_time",
     "purge_companions",
     "purge_partition",
+    "change_heed",
     "check_and_wake",
     "note_registered",
     "refuse_state",

@@ -221,9 +221,9 @@ def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_
     )
     monkeypatch.setattr(installing, "migrations", lambda: steps)
     assert list(installing._apply(empty, "shiftwork")) == steps[8:]
-    assert empty.execute("select pg_sequence_last_value('shiftwork.registered_priority')").fetchone() == (
-        None,
-    )
+    assert empty.execute("select pg_sequence_last_value('shiftwork.heed')").fetchone() == (1,)
+    empty.execute("insert into shiftwork.tasks (name, queue) values ('between these', 'letters')")
+    assert empty.execute("select pg_sequence_last_value('shiftwork.heed')").fetchone() == (1,)
     empty.execute("insert into shiftwork.tasks (name, priority) values ('between', -3)")
     assert migrate(empty) == ["created the functions"]
     empty.execute("analyze shiftwork.tasks")
@@ -242,6 +242,7 @@ def test_what_was_registered_before_and_while_the_schema_was_brought_up_to_date_
         assert read() == (whole, single + 2)  # not one page after the other
     made = empty.execute("select queue, priority from shiftwork.jobs order by id").fetchall()
     assert made == [("letters", 0), ("mine", -3)]
+    assert empty.execute("select pg_sequence_last_value('shiftwork.heed')").fetchone() == (3,)
 
 
 FORMER = """

@@ -53,6 +53,7 @@ STEERING = {
     "target_of",
 }
 NOBODY = {
+    "change_heed",
     "check_and_wake",
     "check_payload",
     "complete_insert",

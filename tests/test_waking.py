@@ -230,6 +230,68 @@ def test_a_sleeper_is_told_which_transactions_were_already_writing(dsn: str, pro
         assert sleep(protocol) == []
 
 
+def test_a_sleeper_is_told_who_has_only_looked_yet_whether_anybody_sleeps(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: SH-6, D-6
+    with elsewhere(dsn) as other:
+        for way in ("select {}.enqueue('t', '{{}}')", "select {}.enqueue_one('t', '{{}}', 'q', null, 5)"):
+            source = str(other.value("select pg_get_functiondef('{}.enqueue(text, text)'::regprocedure)"))
+            assert source.index("pg_sequence_last_value('shiftwork.heed')") < source.index("insert into")
+            with other.connection.transaction(force_rollback=True):
+                # So far it may have come when somebody says that he sleeps: it will not wake him.
+                other.value("select pg_sequence_last_value('{}.heed')")
+                [flying] = sleep(protocol)
+                other.rows(way)
+                assert sleep(protocol) == [flying]
+            assert sleep(protocol) == []
+
+
+def test_what_there_is_to_heed_is_kept_apart_and_told_by_one_look(protocol: Protocol) -> None:
+    # spec: D-6, ST-1
+    def heed() -> object:
+        return protocol.value("select pg_sequence_last_value('{}.heed')")
+
+    def lapse() -> None:
+        protocol.rows(
+            "select setval('shiftwork.asleep_until', last_value - 3600001) from shiftwork.asleep_until"
+        )
+        protocol.rows("select {}.enqueue('other', '{{}}')")
+
+    protocol.rows("select {}.enqueue('other', '{{}}')")
+    assert heed() is None
+    sleep(protocol, 3600)
+    assert heed() == 4
+    lapse()
+    assert heed() is None
+    sleep(protocol, 3600)
+    protocol.rows("insert into {}.tasks (name) values ('says nothing')")
+    assert heed() == 4
+    protocol.rows("insert into {}.tasks (name, max_attempts) values ('often', 9)")
+    assert heed() == 5
+    protocol.rows("select {}.rouse()")
+    assert heed() == 1
+    protocol.rows("update {}.tasks set priority = -1 where name = 'often'")
+    assert heed() == 3
+    sleep(protocol, 3600)
+    assert heed() == 7
+    lapse()
+    assert heed() == 3
+
+
+def test_who_registers_a_task_in_a_long_transaction_is_heeded_at_once_and_keeps_nobody_awake(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: D-6, ST-1
+    with elsewhere(dsn) as other, other.connection.transaction():
+        other.rows("insert into {}.tasks (name, queue) values ('t', 'mail')")
+        assert protocol.value("select pg_sequence_last_value('{}.heed')") == 1
+        with protocol.connection.transaction():
+            protocol.rows("set local lock_timeout = '5s'")
+            sleep(protocol)
+        assert protocol.value("select pg_sequence_last_value('{}.heed')") == 5
+
+
 def test_a_transaction_with_an_older_snapshot_wakes_a_sleeper_too(
     dsn: str, protocol: Protocol, ear: Listener
 ) -> None:

@@ -304,15 +304,14 @@ declare
   present constant shiftwork.instant := shiftwork.clock();
   made shiftwork.enqueued;
 begin
-  if pg_sequence_last_value('shiftwork.registered') is null and octet_length(payload) <= 8192 then
+  if pg_sequence_last_value('shiftwork.heed') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, payload::jsonb, ('{default}'::shiftwork.queue_name[])[1], 0, ('{5}'::shiftwork.allowance[])[1],
             present, present,
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
-    returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
+    returning case when octet_length(jobs.payload::text) <= 8192 then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
   else
     if octet_length(payload) > 8192 then
       perform shiftwork.check_payload(task, payload::jsonb);
@@ -325,7 +324,7 @@ begin
            ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-    returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
+    returning case when coalesce(pg_sequence_last_value('shiftwork.heed'), 0) < 4 and octet_length(jobs.payload::text) <= 8192
                    then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
   end if;
   return made;
@@ -341,14 +340,13 @@ declare
   made bigint;
 begin
   if queue is not null and max_attempts is not null and octet_length(payload) <= 8192
-     and (priority is not null or pg_sequence_last_value('shiftwork.registered_priority') is null) then
+     and coalesce(pg_sequence_last_value('shiftwork.heed'), 1) = 1 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, payload::jsonb, queue, coalesce(priority, 0), max_attempts, present, present,
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
-    returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
+    returning case when octet_length(jobs.payload::text) <= 8192 then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   else
     if octet_length(payload) > 8192 then
       perform shiftwork.check_payload(task, payload::jsonb);
@@ -361,7 +359,7 @@ begin
            ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-    returning case when pg_sequence_last_value('shiftwork.asleep_until') is null and octet_length(jobs.payload::text) <= 8192
+    returning case when coalesce(pg_sequence_last_value('shiftwork.heed'), 0) < 4 and octet_length(jobs.payload::text) <= 8192
                    then jobs.id else shiftwork.check_and_wake(jobs.id) end into made;
   end if;
   return made;
@@ -376,21 +374,8 @@ begin
   perform shiftwork.check_payload(made.task, made.payload);
   if shiftwork.is_declared('shiftwork.asleep_until') then
     perform shiftwork.wake(array[made.queue]);
-  elsif pg_sequence_last_value('shiftwork.asleep_until') is not null then
+  elsif pg_sequence_last_value('shiftwork.heed') >= 4 then
     perform shiftwork.forget_lapsed('shiftwork.asleep_until');
   end if;
   return job;
-end $$;
-
--- Fired by a task that is registered with values which an enqueue may leave out: from now on they are looked for.
-create or replace function shiftwork.note_registered() returns trigger
-language plpgsql security definer set search_path = shiftwork, pg_temp as $$
-begin
-  if pg_sequence_last_value('shiftwork.registered') is null then
-    perform setval('shiftwork.registered', 1);
-  end if;
-  if new.priority is not null and pg_sequence_last_value('shiftwork.registered_priority') is null then
-    perform setval('shiftwork.registered_priority', 1);
-  end if;
-  return new;
 end $$;

@@ -17,16 +17,50 @@ begin
   end if;
 end $$;
 
--- A declaration that has lapsed is forgotten, so that those after us need not look at it. One that is being made just now is not: whoever makes it
--- holds the lock. We give it back at once, with all that this block did but the sequence, since our transaction may last.
+-- One look tells whoever enqueues whether there is anything to heed: `heed` has no value if there is not, else it is the sum of 1 (a task is
+-- registered with a queue, a priority or a number of attempts), 2 (one with a priority) and 4 (somebody sleeps, or did). To look takes a lock
+-- on that sequence until the end of the transaction, by which a sleeper finds those who looked before him. Who changes it
+-- holds the lock of those who declare that they sleep.
+create or replace function shiftwork.change_heed(plus bigint, minus bigint) returns void language plpgsql as $$
+declare
+  former constant bigint := coalesce(pg_sequence_last_value('shiftwork.heed'), 0);
+  present constant bigint := former & ~minus | plus;
+begin
+  if present <> former then
+    perform setval('shiftwork.heed', present, present > 0);
+  end if;
+end $$;
+
+-- A sleep that has lapsed is forgotten, so that those after us need not look at it. One that is being declared just now is not: whoever declares it
+-- holds the lock. We give it back at once, with all that this block did but the sequences, since our transaction may last.
 create or replace function shiftwork.forget_lapsed(sequence regclass) returns void language plpgsql as $$
 begin
   if pg_try_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0)) and not shiftwork.is_declared(sequence) then
     perform setval(sequence, 0, false);
+    perform shiftwork.change_heed(0, 4);
   end if;
   raise exception using errcode = 'SW000';
 exception when sqlstate 'SW000' then
   null;
+end $$;
+
+-- Fired by a task that is registered with values which an enqueue may leave out: from now on they are looked for. The lock is given back at
+-- once here too: who registers in a long transaction keeps nobody awake.
+create or replace function shiftwork.note_registered() returns trigger
+language plpgsql security definer set search_path = shiftwork, pg_temp as $$
+declare
+  said constant bigint := case when new.priority is null then 1 else 3 end;
+begin
+  if coalesce(pg_sequence_last_value('shiftwork.heed'), 0) & said <> said then
+    begin
+      perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'shiftwork.asleep_until'::regclass, 0));
+      perform shiftwork.change_heed(said, 0);
+      raise exception using errcode = 'SW000';
+    exception when sqlstate 'SW000' then
+      null;
+    end;
+  end if;
+  return new;
 end $$;
 
 -- Tell whoever sleeps that a queue has work; an empty name means any queue.
@@ -50,15 +84,17 @@ begin
   end if;
 end $$;
 
--- A worker goes to sleep: inserts notify from now on. What was being inserted before is listed, so that it can be waited for.
+-- A worker goes to sleep: inserts notify from now on. What was being inserted before is listed, so that it can be waited for, and so is who
+-- has only looked whether somebody sleeps.
 create or replace function shiftwork.sleep(seconds double precision) returns table (virtual_transaction text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 begin
   perform shiftwork.declare_until('shiftwork.asleep_until', seconds);
+  perform shiftwork.change_heed(4, 0);
   return query
   select distinct held.virtualtransaction
     from pg_catalog.pg_locks as held
-   where held.relation = 'shiftwork.jobs'::regclass and held.mode = 'RowExclusiveLock'
+   where held.relation in ('shiftwork.jobs'::regclass, 'shiftwork.heed'::regclass) and held.mode = 'RowExclusiveLock'
      and held.database = (select oid from pg_catalog.pg_database where datname = current_database())
      and held.pid <> pg_backend_pid();
 end $$;
@@ -72,6 +108,7 @@ begin
   if shiftwork.is_declared('shiftwork.asleep_until') and pg_notification_queue_usage() < 0.5 then
     perform pg_notify('shiftwork_wake', '');
     perform setval('shiftwork.asleep_until', 0, false);
+    perform shiftwork.change_heed(0, 4);
   end if;
 end $$;
 
