@@ -236,11 +236,19 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
             text=True,
         )
     found = re.search(r"progress: ([0-9.]+) s, ([0-9.]+) tps", told.stderr)
-    whole = re.search(r"actually processed: ([0-9]+).*tps = ([0-9.]+)", told.stdout, re.DOTALL)
+    whole = re.search(
+        r"actually processed: ([0-9]+).*initial connection time = ([0-9.]+) ms\ntps = ([0-9.]+)",
+        told.stdout,
+        re.DOTALL,
+    )
     assert found, told.stderr
     assert whole, told.stdout
-    warm, count = float(found[1]), float(whole[1])
-    return (count - warm * float(found[2])) / (count / float(whole[2]) - warm)
+    warm, rate_then = (
+        float(found[1]),
+        float(found[2]),
+    )  # connecting is a part of this second, and not of the whole
+    count, connecting, overall = int(whole[1]), float(whole[2]) / 1000, float(whole[3])
+    return (count - warm * rate_then) / (count / overall + connecting - warm)
 
 
 def on_its_loop(measure: Coroutine[Any, Any, float]) -> float:

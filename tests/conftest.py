@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         fsync=False,
         options={
             "max_connections": "300",
+            "max_prepared_transactions": "10",
             "shared_buffers": "256MB",
             "max_wal_size": "2GB",
             "autovacuum": "off",

@@ -83,7 +83,12 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
 def on_server(major: str, folder: Path, arguments: list[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="shiftwork-matrix-") as place:
         Path(place).chmod(0o755)
-        options = {"max_connections": "300", "shared_buffers": "256MB", "autovacuum": "off"}
+        options = {
+            "max_connections": "300",
+            "max_prepared_transactions": "10",
+            "shared_buffers": "256MB",
+            "autovacuum": "off",
+        }
         with embedded.start(Path(place) / "data", fsync=False, bin_dir=folder, options=options) as server:
             with psycopg.connect(server.url) as connection:
                 version = connection.info.server_version

@@ -123,6 +123,16 @@ def test_tasks_that_come_by_replication_are_looked_for_as_well(protocol: Protoco
     assert the_one(protocol)["queue"] == "letters"
 
 
+def looks(protocol: Protocol) -> int:
+    """How many rows of the registry this transaction has read."""
+    count = protocol.value(
+        "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables"
+        " where schemaname = 'shiftwork' and relname = 'tasks'"
+    )
+    assert isinstance(count, int)
+    return count
+
+
 @pytest.mark.parametrize("way", ["literal", "one"])
 def test_a_registry_of_many_tasks_is_not_read_whole_by_every_enqueue(protocol: Protocol, way: str) -> None:
     protocol.rows(
@@ -130,20 +140,25 @@ def test_a_registry_of_many_tasks_is_not_read_whole_by_every_enqueue(protocol: P
     )
     protocol.rows("analyze {}.tasks")
     text: Any = WAYS[way]
-
-    def read() -> int:
-        count = protocol.value(
-            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables"
-            " where schemaname = 'shiftwork' and relname = 'tasks'"
-        )
-        assert isinstance(count, int)
-        return count
-
     with protocol.connection.transaction():
         for _ in range(10):  # the first of them with a plan of their own
-            before = read()
+            before = looks(protocol)
             protocol.rows(text, "task 250")
-            assert read() - before == 1
+            assert looks(protocol) - before == 1
+
+
+def test_the_registry_is_not_read_by_an_enqueue_that_says_all_of_it(protocol: Protocol) -> None:
+    protocol.rows("insert into {}.tasks (name, queue, max_attempts) values ('mail', 'letters', 9)")
+    with protocol.connection.transaction():
+        before = looks(protocol)
+        protocol.rows("select {}.enqueue_one('mail', '{{}}', 'mine', null, 7)")  # nobody has said a priority
+        assert looks(protocol) == before
+        protocol.rows("update {}.tasks set priority = -3")
+        before = looks(protocol)
+        protocol.rows("select {}.enqueue_one('mail', '{{}}', 'mine', 2, 7)")
+        assert looks(protocol) == before
+        protocol.rows("select {}.enqueue_one('mail', '{{}}', 'mine', null, 7)")
+        assert looks(protocol) == before + 1
 
 
 @pytest.mark.parametrize("registered", [False, True])

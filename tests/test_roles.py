@@ -171,6 +171,28 @@ def test_each_role_has_exactly_its_rights_on_each_table(installed: Installation)
         }
 
 
+def test_a_worker_reads_sequences_and_counts_claims_and_changes_no_other(installed: Installation) -> None:
+    with installed.acting(None) as owner:
+        for row in owner.rows(
+            "select relname as name from pg_class where relnamespace = %s::regnamespace and relkind = 'S'",
+            installed.schema,
+        ):
+            for role in ROLES:
+                granted = {
+                    verb
+                    for verb in ("SELECT", "USAGE", "UPDATE")
+                    if owner.value(
+                        "select has_sequence_privilege(%s, format('%%I.%%I', %s::text, %s::text), %s)",
+                        f"{installed.schema}_{role}",
+                        installed.schema,
+                        row["name"],
+                        verb,
+                    )
+                }
+                allowed = {"SELECT"} if role in ("worker", "operator") else set()
+                assert granted == allowed | ({"USAGE"} if allowed and row["name"] == "claims" else set())
+
+
 def test_each_role_may_call_exactly_its_functions(installed: Installation) -> None:
     with installed.acting(None) as owner:
         rows = owner.rows(

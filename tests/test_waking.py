@@ -230,21 +230,47 @@ def test_a_sleeper_is_told_which_transactions_were_already_writing(dsn: str, pro
         assert sleep(protocol) == []
 
 
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("enqueue(text, text)", "select {}.enqueue('t', '{{}}')"),
+        ("enqueue_one(text, text, text, int, int)", "select {}.enqueue_one('t', '{{}}', 'q', null, 5)"),
+    ],
+    ids=["enqueue", "enqueue_one"],
+)
 def test_a_sleeper_is_told_who_has_only_looked_yet_whether_anybody_sleeps(
-    dsn: str, protocol: Protocol
+    dsn: str, protocol: Protocol, form: str, call: Any
 ) -> None:
     # spec: SH-6, D-6
+    source = str(protocol.value("select pg_get_functiondef(%s::regprocedure)", f"shiftwork.{form}"))
+    look = source.index("pg_sequence_last_value('shiftwork.heed')")
+    assert source.index("begin") < look < source.index("insert into")
     with elsewhere(dsn) as other:
-        for way in ("select {}.enqueue('t', '{{}}')", "select {}.enqueue_one('t', '{{}}', 'q', null, 5)"):
-            source = str(other.value("select pg_get_functiondef('{}.enqueue(text, text)'::regprocedure)"))
-            assert source.index("pg_sequence_last_value('shiftwork.heed')") < source.index("insert into")
-            with other.connection.transaction(force_rollback=True):
-                # So far it may have come when somebody says that he sleeps: it will not wake him.
-                other.value("select pg_sequence_last_value('{}.heed')")
-                [flying] = sleep(protocol)
-                other.rows(way)
-                assert sleep(protocol) == [flying]
-            assert sleep(protocol) == []
+        with other.connection.transaction(force_rollback=True):
+            # So far it may have come when somebody says that he sleeps: it will not wake him.
+            other.value("select pg_sequence_last_value('{}.heed')")
+            [flying] = sleep(protocol)
+            other.rows(call)
+            assert sleep(protocol) == [flying]
+        assert sleep(protocol) == []
+
+
+def test_a_sleeper_is_told_of_what_is_prepared_and_may_be_committed_by_anybody(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: D-6
+    if protocol.value("select current_setting('max_prepared_transactions')") == "0":
+        pytest.skip("this server prepares no transactions")
+    name = f"flying {protocol.connection.info.backend_pid}"
+    prepare: Any = f"prepare transaction '{name}'"
+    commit: Any = f"commit prepared '{name}'"
+    with elsewhere(dsn) as other:
+        other.rows("begin")
+        other.enqueue()  # nobody slept: no notification will come of this
+        other.rows(prepare)
+        assert len(sleep(protocol)) == 1
+        other.rows(commit)
+    assert sleep(protocol) == []
 
 
 def test_what_there_is_to_heed_is_kept_apart_and_told_by_one_look(protocol: Protocol) -> None:
@@ -279,17 +305,46 @@ def test_what_there_is_to_heed_is_kept_apart_and_told_by_one_look(protocol: Prot
     assert heed() == 3
 
 
-def test_who_registers_a_task_in_a_long_transaction_is_heeded_at_once_and_keeps_nobody_awake(
+def test_whoever_says_that_he_sleeps_is_heeded_from_then_on(protocol: Protocol, ear: Listener) -> None:
+    # spec: D-6
+    protocol.rows("select {}.enqueue('t', '{{}}')")
+    protocol.rows(
+        "select {}.declare_until('shiftwork.asleep_until', 60)"
+    )  # all that a sleep() of former releases says
+    protocol.rows("select {}.enqueue('t', '{{}}')")
+    assert ear.news() == [("shiftwork_wake", "default")]
+    assert protocol.value("select pg_sequence_last_value('{}.heed')") == 4
+
+
+def test_what_is_registered_and_who_sleeps_are_noted_one_after_the_other(
     dsn: str, protocol: Protocol
 ) -> None:
     # spec: D-6, ST-1
+    first: Any = "insert into {}.tasks (name, queue) values ('first', 'mail')"
     with elsewhere(dsn) as other, other.connection.transaction():
-        other.rows("insert into {}.tasks (name, queue) values ('t', 'mail')")
-        assert protocol.value("select pg_sequence_last_value('{}.heed')") == 1
-        with protocol.connection.transaction():
-            protocol.rows("set local lock_timeout = '5s'")
-            sleep(protocol)
-        assert protocol.value("select pg_sequence_last_value('{}.heed')") == 5
+        other.rows("select {}.sleep(60)")
+        protocol.rows("set lock_timeout = '50ms'")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            protocol.rows(first)
+    protocol.rows(first)
+    assert protocol.value("select pg_sequence_last_value('{}.heed')") == 5
+
+
+def test_who_registers_a_task_in_a_long_transaction_is_heeded_at_once_and_keeps_nobody_from_sleeping(
+    dsn: str, protocol: Protocol
+) -> None:
+    # spec: D-6, ST-1
+    with elsewhere(dsn) as other:
+        with other.connection.transaction():
+            other.rows("insert into {}.tasks (name, queue) values ('the first', 'mail')")
+            assert protocol.value("select pg_sequence_last_value('{}.heed')") == 1
+            with protocol.connection.transaction():
+                protocol.rows("set local lock_timeout = '5s'")
+                sleep(protocol)
+            assert protocol.value("select pg_sequence_last_value('{}.heed')") == 5
+        with other.connection.transaction():
+            other.rows("insert into {}.tasks (name, queue) values ('another', 'mail')")
+            assert sleep(protocol) == []  # nothing for which to look again and again until it ends
 
 
 def test_a_transaction_with_an_older_snapshot_wakes_a_sleeper_too(

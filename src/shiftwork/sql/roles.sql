@@ -58,6 +58,16 @@ grant execute on function
   to shiftwork_producer, shiftwork_worker, shiftwork_operator;
 grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
 
+do $$
+declare
+  form regprocedure;
+begin
+  for form in select routine.oid from pg_proc as routine
+               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'former_enqueue' loop
+    execute format('grant execute on function %s to shiftwork_producer, shiftwork_worker, shiftwork_operator', form);
+  end loop;
+end $$;
+
 -- A viewer reads, and changes nothing.
 grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;
 grant execute on function shiftwork.clock(), shiftwork.look(bigint[]), shiftwork.await_results(double precision),
@@ -73,7 +83,8 @@ grant update on shiftwork.duties to shiftwork_worker, shiftwork_operator;
 grant insert, update, delete on shiftwork.runs to shiftwork_worker, shiftwork_operator;
 grant insert, update on shiftwork.run_days to shiftwork_worker, shiftwork_operator;
 grant update, delete on shiftwork.permits to shiftwork_worker, shiftwork_operator;
-grant usage, select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
+grant select on all sequences in schema shiftwork to shiftwork_worker, shiftwork_operator;
+grant usage on sequence shiftwork.claims to shiftwork_worker, shiftwork_operator;
 grant execute on function
   shiftwork.refuse_state(bigint, shiftwork.job_state), shiftwork.promote(int, bigint), shiftwork.place_time(bigint), shiftwork.is_declared(regclass), shiftwork.claim(jsonb), shiftwork.take(jsonb), shiftwork.end_pauses(), shiftwork.lock_permits(text[], text[], int), shiftwork.lend_permits(bigint, bigint),
   shiftwork.pick(text, bigint, timestamptz, bigint, bigint, int, int, text[], text[], text[], text[], int[], boolean),

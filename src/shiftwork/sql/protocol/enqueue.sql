@@ -1,5 +1,5 @@
 -- Enqueue. Null means the task's registered value. A run_at that has passed counts as now: nobody jumps the queue.
--- Sleepers are looked for only after the INSERT: whoever goes to sleep later than that sees that it was being made.
+-- Who goes to sleep sees who was enqueueing: sleepers are looked for either after the INSERT, whose lock shows it, or by a look that takes one.
 
 -- Many jobs as one JSON array of objects; says what became of each, by its place in the array.
 create or replace function shiftwork.enqueue_many(jobs jsonb)
@@ -245,15 +245,27 @@ begin
   end case;
 end $$;
 
--- The two forms of `enqueue` answered with a record that had no name until migration 0011; an answer of another type wants a new function.
+-- Until migration 0011 the two forms of `enqueue` answered with a record that had no name, and a function cannot change its answer. Those that
+-- are there get another name, so that calls under way, views and functions go on with them; who may call them may call ours. They go with 0.2.
 do $$
 declare
-  form regprocedure;
+  form record;
+  caller regrole;
 begin
-  for form in select routine.oid from pg_catalog.pg_proc as routine
-               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'enqueue'
-                 and routine.prorettype = 'record'::regtype loop
-    execute format('drop function %s', form);
+  for form in select routine.oid, routine.oid::regprocedure as former, pg_get_function_arguments(routine.oid) as arguments, routine.proacl, routine.proowner,
+                     (select string_agg(format('%I %s', routine.proargnames[place], routine.proargtypes[place - 1]::regtype), ', ' order by place)
+                        from generate_series(1, routine.pronargs) as place) as taken,
+                     (select string_agg('$' || place, ', ' order by place) from generate_series(1, routine.pronargs) as place) as passed
+                from pg_catalog.pg_proc as routine
+               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'enqueue' and routine.prorettype = 'record'::regtype
+  loop
+    execute format('alter function %s rename to former_enqueue', form.former);
+    execute format('create function shiftwork.enqueue(%s) returns shiftwork.enqueued language plpgsql as ''begin end''', form.taken);
+    execute format('create or replace function shiftwork.former_enqueue(%s) language sql as %L', form.arguments,
+                   format('select made.* from shiftwork.enqueue(%s) as made', form.passed));
+    for caller in select acl.grantee from aclexplode(form.proacl) as acl where acl.grantee not in (0, form.proowner) loop
+      execute format('grant execute on function shiftwork.enqueue(%s) to %s', form.taken, caller);
+    end loop;
   end loop;
 end $$;
 
@@ -340,7 +352,7 @@ declare
   made bigint;
 begin
   if queue is not null and max_attempts is not null and octet_length(payload) <= 8192
-     and coalesce(pg_sequence_last_value('shiftwork.heed'), 1) = 1 then
+     and coalesce(pg_sequence_last_value('shiftwork.heed') & case when priority is null then 6 else 4 end, 0) = 0 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
                                 attempt, failures, resets, expires_at, unique_key, tags)
     values (task, payload::jsonb, queue, coalesce(priority, 0), max_attempts, present, present,

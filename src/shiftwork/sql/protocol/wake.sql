@@ -5,18 +5,6 @@
 create or replace function shiftwork.is_declared(until regclass) returns boolean language sql volatile
 as $$ select coalesce(pg_sequence_last_value(until), 0) > date_part('epoch', clock_timestamp()) * 1000 $$;
 
--- Raise the time in a sequence; never lower it.
-create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
-language plpgsql as $$
-declare
-  until bigint := (extract(epoch from clock_timestamp()) + least(greatest(seconds, 0), 600)) * 1000;
-begin
-  perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0));
-  if coalesce(pg_sequence_last_value(sequence), 0) < until then
-    perform setval(sequence, until);
-  end if;
-end $$;
-
 -- One look tells whoever enqueues whether there is anything to heed: `heed` has no value if there is not, else it is the sum of 1 (a task is
 -- registered with a queue, a priority or a number of attempts), 2 (one with a priority) and 4 (somebody sleeps, or did). To look takes a lock
 -- on that sequence until the end of the transaction, by which a sleeper finds those who looked before him. Who changes it
@@ -28,6 +16,21 @@ declare
 begin
   if present <> former then
     perform setval('shiftwork.heed', present, present > 0);
+  end if;
+end $$;
+
+-- Raise the time in a sequence; never lower it. A sleep is to be heeded from then on.
+create or replace function shiftwork.declare_until(sequence regclass, seconds double precision) returns void
+language plpgsql as $$
+declare
+  until bigint := (extract(epoch from clock_timestamp()) + least(greatest(seconds, 0), 600)) * 1000;
+begin
+  perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || sequence, 0));
+  if coalesce(pg_sequence_last_value(sequence), 0) < until then
+    perform setval(sequence, until);
+  end if;
+  if sequence = 'shiftwork.asleep_until'::regclass then
+    perform shiftwork.change_heed(4, 0);
   end if;
 end $$;
 
@@ -45,21 +48,22 @@ exception when sqlstate 'SW000' then
 end $$;
 
 -- Fired by a task that is registered with values which an enqueue may leave out: from now on they are looked for. The lock is given back at
--- once here too: who registers in a long transaction keeps nobody awake.
+-- once here too. What is said already is read as a table is, not looked at as an enqueue does: no sleeper waits for who registers in a long transaction.
 create or replace function shiftwork.note_registered() returns trigger
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
   said constant bigint := case when new.priority is null then 1 else 3 end;
 begin
-  if coalesce(pg_sequence_last_value('shiftwork.heed'), 0) & said <> said then
-    begin
-      perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'shiftwork.asleep_until'::regclass, 0));
-      perform shiftwork.change_heed(said, 0);
-      raise exception using errcode = 'SW000';
-    exception when sqlstate 'SW000' then
-      null;
-    end;
+  if exists (select from shiftwork.heed as former where former.is_called and former.last_value & said = said) then
+    return new;
   end if;
+  begin
+    perform pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'shiftwork.asleep_until'::regclass, 0));
+    perform shiftwork.change_heed(said, 0);
+    raise exception using errcode = 'SW000';
+  exception when sqlstate 'SW000' then
+    null;
+  end;
   return new;
 end $$;
 
@@ -90,13 +94,12 @@ create or replace function shiftwork.sleep(seconds double precision) returns tab
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 begin
   perform shiftwork.declare_until('shiftwork.asleep_until', seconds);
-  perform shiftwork.change_heed(4, 0);
   return query
   select distinct held.virtualtransaction
     from pg_catalog.pg_locks as held
    where held.relation in ('shiftwork.jobs'::regclass, 'shiftwork.heed'::regclass) and held.mode = 'RowExclusiveLock'
      and held.database = (select oid from pg_catalog.pg_database where datname = current_database())
-     and held.pid <> pg_backend_pid();
+     and held.pid is distinct from pg_backend_pid();                 -- a prepared transaction has none
 end $$;
 
 -- There is so much to do that a worker which had gone to sleep will not do so again for a while. Nobody notifies any more; whoever
