@@ -250,7 +250,7 @@ def test_who_sleeps_and_what_is_registered_while_it_is_upgraded_is_heeded(
 ) -> None:
     # spec: HO-35, D-6, ST-1
     steps = installing.migrations()
-    monkeypatch.setattr(installing, "migrations", lambda: steps[:11])
+    monkeypatch.setattr(installing, "migrations", lambda: steps[:10])
     list(installing._apply(empty, "shiftwork"))
     # What the functions of that release had left behind: a task with a priority is registered, and workers may sleep.
     empty.execute(
@@ -266,7 +266,7 @@ def test_who_sleeps_and_what_is_registered_while_it_is_upgraded_is_heeded(
         migrated = in_thread(lambda: list(installing._apply(empty, "shiftwork")))
         waiting_for_lock(watcher, empty)  # who is just registering is waited for
         other.commit()
-        assert migrated.result(timeout=60) == steps[11:]
+        assert migrated.result(timeout=60) == steps[10:]
         heed = "select pg_sequence_last_value('shiftwork.heed')"
         assert empty.execute(heed).fetchone() == (7,)
 
@@ -276,14 +276,17 @@ def test_who_sleeps_and_what_is_registered_while_it_is_upgraded_is_heeded(
         )
         empty.execute("select setval('shiftwork.heed', 4)")
         other.execute("set search_path = shiftwork")
-        other.execute(
-            "select pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'asleep_until'::regclass, 0))"
-        )
+        turn = "select pg_advisory_xact_lock(hashtextextended('shiftwork declare ' || 'asleep_until'::regclass, 0))"
+        other.execute(turn)
         empty.execute("set lock_timeout = '50ms'")
         with pytest.raises(psycopg.errors.LockNotAvailable):
             empty.execute("update shiftwork.tasks set name = name")
         other.rollback()
-        empty.execute("update shiftwork.tasks set name = name")
+        with empty.transaction():
+            empty.execute("update shiftwork.tasks set name = name")
+            other.execute("set search_path = shiftwork; set lock_timeout = '5s'")
+            other.execute(turn)  # given back at once
+            other.rollback()
         assert empty.execute(heed).fetchone() == (7,)
         former = "select pg_sequence_last_value('shiftwork.registered'), pg_sequence_last_value('shiftwork.registered_priority')"
         assert empty.execute(former).fetchone() == (1, 1)
@@ -294,94 +297,6 @@ def test_who_sleeps_and_what_is_registered_while_it_is_upgraded_is_heeded(
     assert empty.execute("select priority from shiftwork.jobs").fetchone() == (-3,)
 
 
-def answer_without_a_name(connection: psycopg.Connection[Any], schema: str) -> None:
-    """What stood here before: forms of `enqueue` that answer with a record, and functions that are not ours."""
-    forms = connection.execute(
-        "select oid::regprocedure::text, pg_get_function_arguments(oid) from pg_proc"
-        " where pronamespace = %s::regnamespace and proname = 'enqueue'",
-        (schema,),
-    ).fetchall()
-    assert len(forms) == 2
-    for signature, arguments in forms:
-        connection.execute(f"drop function {signature}".encode())
-        connection.execute(
-            f"create function {schema}.enqueue({arguments}, out id bigint, out outcome text) language plpgsql"
-            f" security definer as $$ begin select * into id, outcome from {schema}.enqueue_many("
-            " jsonb_build_array(jsonb_build_object('task', task))) as made (n, id, outcome); end $$".encode()
-        )
-        connection.execute(f"revoke execute on function {signature} from public".encode())
-    connection.execute(f"delete from {schema}.settings where name = 'protocol'".encode())
-
-
-def test_an_enqueue_whose_answer_had_no_name_gives_way_to_one_that_has_and_nobody_is_left_standing(
-    empty: psycopg.Connection[Any],
-) -> None:
-    # spec: HO-35
-    caller = f"former_{empty.info.backend_pid}"
-    role = sql.Identifier(caller)
-    empty.execute(sql.SQL("create role {}").format(role))
-    with contextlib.ExitStack() as stack:
-        stack.callback(drop_roles, empty, caller)
-        migrate(empty)
-        now = shape_of(empty, "shiftwork")
-        answer_without_a_name(empty, "shiftwork")
-        empty.execute(sql.SQL("grant usage on schema shiftwork to {}").format(role))
-        empty.execute(sql.SQL("grant execute on function shiftwork.enqueue(text, text) to {}").format(role))
-        empty.execute(
-            "create function welcome(name text) returns text language sql"
-            " begin atomic select outcome from shiftwork.enqueue(name, '{}'); end"
-        )
-        busy = stack.enter_context(psycopg.connect(empty.info.dsn, autocommit=True))
-        gate = stack.enter_context(psycopg.connect(empty.info.dsn, autocommit=True))
-        gate.execute("select pg_advisory_lock(1)")
-        calls = in_thread(
-            lambda: busy.execute(
-                "select shiftwork.enqueue('mail', '{}'), pg_advisory_xact_lock(1) from generate_series(1, 2)"
-            ).fetchall()
-        )
-        waiting_for_lock(gate, busy)
-        assert migrate(empty) == ["created the functions"]
-        assert shape_of(empty, "shiftwork") != now
-        gate.close()
-        assert len(calls.result(timeout=60)) == 2
-        assert empty.execute("select welcome('mail')").fetchone() == ("created",)
-        assert migrate(empty) == []
-        empty.execute(sql.SQL("set role {}").format(role))
-        assert empty.execute("select outcome from shiftwork.enqueue('mail', '{}')").fetchone() == ("created",)
-        with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            empty.execute("select shiftwork.enqueue('mail', queue => 'mine')")
-        empty.execute("reset role")
-        assert empty.execute("select count(*) from shiftwork.jobs").fetchone() == (4,)
-        empty.execute("drop function welcome(text)")
-        for [former] in empty.execute(
-            "select oid::regprocedure::text from pg_proc where proname = 'former_enqueue'"
-        ).fetchall():
-            empty.execute(f"drop function {former}".encode())
-        empty.execute(sql.SQL("revoke all on function shiftwork.enqueue(text, text) from {}").format(role))
-        empty.execute(sql.SQL("revoke all on schema shiftwork from {}").format(role))
-        assert shape_of(empty, "shiftwork") == now
-
-
-def test_the_same_where_there_are_roles(empty: psycopg.Connection[Any]) -> None:
-    # spec: HO-35
-    schema = f"former_{empty.info.backend_pid}"
-    with contextlib.ExitStack() as stack:
-        stack.callback(drop_roles, empty, schema)
-        migrate(empty, schema, with_roles=True)
-        answer_without_a_name(empty, schema)
-        assert migrate(empty, schema) == ["created the functions", "granted the roles"]
-        empty.execute(sql.SQL("set role {}").format(sql.Identifier(f"{schema}_producer")))
-        for form in (
-            "enqueue('mail', '{}')",
-            "former_enqueue('mail', '{}')",
-            "former_enqueue('mail', queue => 'mine')",
-        ):
-            assert empty.execute(f"select outcome from {schema}.{form}".encode()).fetchone() == ("created",)
-        empty.execute("reset role")
-        made = empty.execute(f"select queue from {schema}.jobs order by id".encode()).fetchall()
-        assert made == [("default",), ("default",), ("mine",)]
-
-
 def test_an_upgrade_with_roles_by_somebody_else_leaves_registering_possible_at_every_step(
     empty: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +305,7 @@ def test_an_upgrade_with_roles_by_somebody_else_leaves_registering_possible_at_e
     steps = installing.migrations()
     with contextlib.ExitStack() as stack:
         stack.callback(drop_roles, empty, schema)
-        monkeypatch.setattr(installing, "migrations", lambda: steps[:11])
+        monkeypatch.setattr(installing, "migrations", lambda: steps[:10])
         list(installing._apply(empty, schema))
         for text in (
             f"create role {schema}_owner",

@@ -38,8 +38,7 @@ begin
     execute format('alter routine %s owner to shiftwork_owner', one.signature);
   end loop;
   for one in select type.typname from pg_type as type
-              where type.typnamespace = 'shiftwork'::regnamespace
-                and (type.typtype in ('d', 'e') or exists (select from pg_class as own where own.oid = type.typrelid and own.relkind = 'c'))
+              where type.typnamespace = 'shiftwork'::regnamespace and type.typtype in ('d', 'e')
                 and type.typowner <> 'shiftwork_owner'::regrole loop
     execute format('alter type shiftwork.%I owner to shiftwork_owner', one.typname);
   end loop;
@@ -57,16 +56,6 @@ grant execute on function
   shiftwork.enqueue(text, text), shiftwork.enqueue_one(text, text, text, int, int), shiftwork.enqueue_many(jsonb), shiftwork.clock()
   to shiftwork_producer, shiftwork_worker, shiftwork_operator;
 grant insert (task, payload, queue, priority, run_at, expires_at, max_attempts, unique_key, tags) on shiftwork.jobs to shiftwork_producer;
-
-do $$
-declare
-  form regprocedure;
-begin
-  for form in select routine.oid from pg_proc as routine
-               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'former_enqueue' loop
-    execute format('grant execute on function %s to shiftwork_producer, shiftwork_worker, shiftwork_operator', form);
-  end loop;
-end $$;
 
 -- A viewer reads, and changes nothing.
 grant select on all tables in schema shiftwork to shiftwork_viewer, shiftwork_worker, shiftwork_operator;

@@ -245,50 +245,25 @@ begin
   end case;
 end $$;
 
--- Until migration 0011 the two forms of `enqueue` answered with a record that had no name, and a function cannot change its answer. Those that
--- are there get another name, so that calls under way, views and functions go on with them; who may call them may call ours. They go with 0.2.
-do $$
-declare
-  form record;
-  caller regrole;
-begin
-  for form in select routine.oid, routine.oid::regprocedure as former, pg_get_function_arguments(routine.oid) as arguments, routine.proacl, routine.proowner,
-                     (select string_agg(format('%I %s', routine.proargnames[place], routine.proargtypes[place - 1]::regtype), ', ' order by place)
-                        from generate_series(1, routine.pronargs) as place) as taken,
-                     (select string_agg('$' || place, ', ' order by place) from generate_series(1, routine.pronargs) as place) as passed
-                from pg_catalog.pg_proc as routine
-               where routine.pronamespace = 'shiftwork'::regnamespace and routine.proname = 'enqueue' and routine.prorettype = 'record'::regtype
-  loop
-    execute format('alter function %s rename to former_enqueue', form.former);
-    execute format('create function shiftwork.enqueue(%s) returns shiftwork.enqueued language plpgsql as ''begin end''', form.taken);
-    execute format('create or replace function shiftwork.former_enqueue(%s) language sql as %L', form.arguments,
-                   format('select made.* from shiftwork.enqueue(%s) as made', form.passed));
-    for caller in select acl.grantee from aclexplode(form.proacl) as acl where acl.grantee not in (0, form.proowner) loop
-      execute format('grant execute on function shiftwork.enqueue(%s) to %s', form.taken, caller);
-    end loop;
-  end loop;
-end $$;
-
 -- One job. All but the task is optional; a job without a unique key costs no more than its INSERT.
 create or replace function shiftwork.enqueue(
   task text, payload jsonb default '{}', queue text default null, priority int default null,
   run_at timestamptz default null, expires_at timestamptz default null, max_attempts int default null,
   unique_key text default null, delay interval default null, tags text[] default null, keep int default null,
   unique_scope text default null, unique_action text default null, unique_window interval default null,
-  merge jsonb default null) returns shiftwork.enqueued
+  merge jsonb default null, out id bigint, out outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
   present constant timestamptz := shiftwork.clock();
   due constant timestamptz := greatest(coalesce(run_at, present + delay), present);
-  made shiftwork.enqueued;
 begin
   if unique_key is not null then
-    select one.id, one.outcome into made from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
+    select made.id, made.outcome into id, outcome from shiftwork.enqueue_many(jsonb_build_array(jsonb_build_object(
       'task', task, 'payload', payload, 'queue', queue, 'priority', priority, 'run_at', due, 'expires_at', expires_at,
       'max_attempts', max_attempts, 'unique_key', unique_key, 'tags', tags, 'keep', keep, 'unique_scope', unique_scope,
-      'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as one;
-    return made;
+      'unique_action', unique_action, 'unique_window', extract(epoch from unique_window), 'merge', merge))) as made;
+    return;
   end if;
   if octet_length(payload::text) > 8192 then
     perform shiftwork.check_payload(task, payload);
@@ -298,23 +273,21 @@ begin
          coalesce(max_attempts, known.max_attempts, 5), due, present,
          case when due > present then 'scheduled' else 'ready' end::shiftwork.job_state, expires_at, coalesce(tags, '{}'), keep
     from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
-  returning jobs.id, 'created' into made;
+  returning jobs.id, 'created' into id, outcome;
   if shiftwork.is_declared('shiftwork.asleep_until') then
-    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = made.id));
+    perform shiftwork.wake(array(select job.queue from shiftwork.jobs as job where job.id = enqueue.id));
   end if;
-  return made;
 end $$;
 
 -- One job with no more than its payload, as most are: PostgreSQL comes here when the payload is a plain literal or a text.
 -- Reading the defaults of all the options above would take half as long again. What is told of enqueueing one job is told in one statement:
 -- each further one, and each further expression, costs a hundredth or two. A constant out of an array has the type of its domain already,
 -- as what is registered has, and is not checked again whenever a job is made.
-create or replace function shiftwork.enqueue(task text, payload text) returns shiftwork.enqueued
+create or replace function shiftwork.enqueue(task text, payload text, out id bigint, out outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
   present constant shiftwork.instant := shiftwork.clock();
-  made shiftwork.enqueued;
 begin
   if pg_sequence_last_value('shiftwork.heed') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
@@ -323,7 +296,7 @@ begin
             present, present,
             ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1], ('{0}'::shiftwork.counter[])[1],
             ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1])
-    returning case when octet_length(jobs.payload::text) <= 8192 then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
+    returning case when octet_length(jobs.payload::text) <= 8192 then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
   else
     if octet_length(payload) > 8192 then
       perform shiftwork.check_payload(task, payload::jsonb);
@@ -337,9 +310,8 @@ begin
            ('{}'::shiftwork.instant[])[1], ('{}'::shiftwork.unique_key[])[1], ('{"{}"}'::shiftwork.tags[])[1]
       from (values (task)) as wish (task) left join shiftwork.tasks as known on known.name = wish.task
     returning case when coalesce(pg_sequence_last_value('shiftwork.heed'), 0) < 4 and octet_length(jobs.payload::text) <= 8192
-                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into made;
+                   then jobs.id else shiftwork.check_and_wake(jobs.id) end, 'created' into id, outcome;
   end if;
-  return made;
 end $$;
 
 -- The same as the client sends it for a task that is declared with any of these; the answer is no record but the id, null if a trigger

@@ -48,7 +48,8 @@ exception when sqlstate 'SW000' then
 end $$;
 
 -- Fired by a task that is registered with values which an enqueue may leave out: from now on they are looked for. The lock is given back at
--- once here too. What is said already is read as a table is, not looked at as an enqueue does: no sleeper waits for who registers in a long transaction.
+-- once here too. What is said already is read as a table is, not looked at as an enqueue does: no sleeper waits for who registers in a long
+-- transaction, save for the first.
 create or replace function shiftwork.note_registered() returns trigger
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 declare
