@@ -26,6 +26,7 @@ from shiftwork.program import fastest_loop
 MEASURES: dict[str, Callable[[Bench], None]] = {
     "claim": protocol.claim,
     "enqueue": protocol.enqueue,
+    "registry": protocol.registry,
     "bulk": protocol.bulk,
     "crowd": protocol.crowd,
     "snapshot": protocol.snapshot,

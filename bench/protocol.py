@@ -40,32 +40,41 @@ def claim(bench: Bench) -> None:
         )
 
 
+ENQUEUE = {
+    "enqueue": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
+    "enqueue_one": """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);""",
+}
+BARE = """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');"""
+BARE_HERE = (
+    """insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at)"""
+    """ values ('nothing', '{"n": 1}', 'default', 0, 5, now(), now());"""
+)
+
+
+def against(
+    bench: Bench, name: str, goal: float, text: str, other: str, clients: int, slices: int = 1
+) -> None:
+    """One job per transaction on so many connections, into tables that are empty on both sides when it begins."""
+    clear(bench)
+    fill_floor(bench, 1)
+    bench.pairs(
+        name,
+        goal,
+        lambda: pgbench(bench, text, clients),
+        lambda: pgbench(bench, other, clients),
+        "jobs/s",
+        slices=slices,
+    )
+
+
 def enqueue(bench: Bench) -> None:
     """One job per transaction, nobody asleep, against a bare INSERT; `enqueue_one` as the client calls it, with a queue and attempts."""
-    forms = {
-        "enqueue": """select shiftwork.enqueue('nothing', '{"n": 1}');""",
-        "enqueue_one": """select shiftwork.enqueue_one('nothing', '{"n": 1}', 'default', null, 5);""",
-    }
-    bare = {
-        "a bare INSERT": """insert into floor.jobs (task, payload) values ('nothing', '{"n": 1}');""",
-        "a bare INSERT of the same row into the same table": (
-            """insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at)"""
-            """ values ('nothing', '{"n": 1}', 'default', 0, 5, now(), now());"""
-        ),
-    }
     for clients in (1, 32):
-        for name, text in forms.items():
-            for against, other in bare.items():
-                clear(bench)
-                fill_floor(bench, 1)
-                bench.pairs(
-                    f"{name}(), {clients} connection{'s' * (clients > 1)}, against {against}",
-                    0.8,
-                    lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
-                    lambda t=other, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
-                    "jobs/s",
-                    slices=2,
-                )
+        plural = "s" * (clients > 1)
+        for name, text in ENQUEUE.items():
+            what = f"{name}(), {clients} connection{plural}, against a bare INSERT"
+            against(bench, what, 0.8, text, BARE, clients, slices=2)
+            against(bench, f"{what} of the same row into the same table", 0.8, text, BARE_HERE, clients)
     for callers in (1, 32):
         bench.pairs(
             f"aenqueue() by {callers} caller{'s' * (callers > 1)} in one process, against as many bare INSERTs of one",
@@ -75,22 +84,20 @@ def enqueue(bench: Bench) -> None:
             "jobs/s",
         )
     clear(bench)
+
+
+def registry(bench: Bench) -> None:
+    """The same when tasks are registered, so that what an enqueue leaves out has to be looked up."""
+    forms = (
+        ("enqueue_one(), which leaves nothing out", ENQUEUE["enqueue_one"], 0.8),
+        ("enqueue(), which looks the task up", ENQUEUE["enqueue"], 0.7),
+    )
     with known(bench):
         for clients in (1, 32):
-            for name, text, goal in (
-                ("enqueue_one() as above, others being registered", forms["enqueue_one"], 0.8),
-                ("enqueue() of a task that has to be looked up in the registry", forms["enqueue"], 0.7),
-            ):
-                clear(bench)
-                fill_floor(bench, 1)
-                bench.pairs(
-                    f"{name}, {clients} connection{'s' * (clients > 1)}, against a bare INSERT",
-                    goal,
-                    lambda t=text, n=clients: pgbench(bench, t, n),  # type: ignore[misc]
-                    lambda n=clients: pgbench(bench, bare["a bare INSERT"], n),  # type: ignore[misc]
-                    "jobs/s",
-                    slices=2,
-                )
+            plural = "s" * (clients > 1)
+            for name, text, goal in forms:
+                what = f"{name}, {clients} connection{plural}, against a bare INSERT"
+                against(bench, what, goal, text, BARE, clients)
     clear(bench)
 
 
