@@ -243,12 +243,10 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
     )
     assert found, told.stderr
     assert whole, told.stdout
-    warm, rate_then = (
-        float(found[1]),
-        float(found[2]),
-    )  # connecting is a part of this second, and not of the whole
+    # Connecting is a part of the first second, and not of the whole.
+    first, rate_then = float(found[1]), float(found[2])
     count, connecting, overall = int(whole[1]), float(whole[2]) / 1000, float(whole[3])
-    return (count - warm * rate_then) / (count / overall + connecting - warm)
+    return (count - first * rate_then) / (count / overall + connecting - first)
 
 
 def on_its_loop(measure: Coroutine[Any, Any, float]) -> float:

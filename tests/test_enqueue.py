@@ -149,9 +149,8 @@ def test_a_registry_of_many_tasks_is_not_read_whole_by_every_enqueue(protocol: P
 
 def test_the_registry_is_not_read_by_an_enqueue_that_says_all_of_it(protocol: Protocol) -> None:
     protocol.rows("insert into {}.tasks (name, queue, max_attempts) values ('mail', 'letters', 9)")
-    protocol.rows(
-        "set plan_cache_mode = force_generic_plan"
-    )  # a plan made for what is said could leave out what is not needed
+    # A plan made for what is said could leave out what is not needed.
+    protocol.rows("set plan_cache_mode = force_generic_plan")
     with protocol.connection.transaction():
         before = looks(protocol)
         protocol.rows("select {}.enqueue_one('mail', '{{}}', 'mine', null, 7)")  # nobody has said a priority

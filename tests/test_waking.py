@@ -308,9 +308,8 @@ def test_what_there_is_to_heed_is_kept_apart_and_told_by_one_look(protocol: Prot
 def test_whoever_says_that_he_sleeps_is_heeded_from_then_on(protocol: Protocol, ear: Listener) -> None:
     # spec: D-6
     protocol.rows("select {}.enqueue('t', '{{}}')")
-    protocol.rows(
-        "select {}.declare_until('shiftwork.asleep_until', 60)"
-    )  # all that a sleep() of former releases says
+    # All that a sleep() of former releases says.
+    protocol.rows("select {}.declare_until('shiftwork.asleep_until', 60)")
     protocol.rows("select {}.enqueue('t', '{{}}')")
     assert ear.news() == [("shiftwork_wake", "default")]
     assert protocol.value("select pg_sequence_last_value('{}.heed')") == 4
