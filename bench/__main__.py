@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def main() -> int:
         "--fsync", action="store_true", help="leave fsync on; it hides what the CPU does behind the disk"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that nothing is left running
     with tempfile.TemporaryDirectory(prefix="shiftwork-bench-") as folder:
         Path(folder).chmod(0o755)
         tuning = {

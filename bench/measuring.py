@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -247,6 +249,66 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
     first, rate_then = float(found[1]), float(found[2])
     count, connecting, overall = int(whole[1]), float(whole[2]) / 1000, float(whole[3])
     return (count - first * rate_then) / (count / overall + connecting - first)
+
+
+@contextlib.contextmanager
+def load(bench: Bench, text: str, clients: int) -> Iterator[Callable[[], float]]:
+    """Statements on so many connections that live on between turns: the load generator is stopped, and goes on when it is its turn.
+
+    Gives what takes one turn, and tells jobs per second. It has warmed up by then: functions are compiled once in a session.
+    """
+    schema = text.removeprefix("insert into ").removeprefix("select ").partition(".")[0]
+    options = ["-n", "-M", "extended", "-c", str(clients), "-j", "2", "-T", "3600"]
+
+    with tempfile.NamedTemporaryFile("w", suffix=".sql") as script, bench.connect() as connection:
+        script.write(text)
+        script.flush()
+
+        def made() -> int:
+            """How many jobs were given a number: it stands outside of transactions, and costs little to read."""
+            sequence = f"{schema}.jobs_id_seq"
+            [[last]] = connection.execute(
+                "select coalesce(pg_sequence_last_value(%s::regclass), 0)", (sequence,)
+            ).fetchall()
+            return int(last)
+
+        at_first = made()
+        command = [str(bench.pgbench), *options, "-f", script.name, bench.url]
+        generator = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PGAPPNAME": Path(script.name).stem},
+        )
+
+        def await_alive(seconds: float) -> None:
+            time.sleep(seconds)
+            assert generator.poll() is None, generator.communicate()[1].decode()
+
+        def turn() -> float:
+            """What is under way when it ends counts as well: a statement for each connection, of thousands."""
+            before, began = made(), time.perf_counter()
+            generator.send_signal(signal.SIGCONT)
+            time.sleep(0.25)
+            generator.send_signal(signal.SIGSTOP)
+            spent = time.perf_counter() - began
+            await_alive(0.02)
+            return (made() - before) / spent
+
+        try:
+            while made() == at_first:
+                await_alive(0.05)
+            await_alive(1)
+            generator.send_signal(signal.SIGSTOP)
+            await_alive(0.02)
+            yield turn
+            [[there]] = connection.execute(
+                "select count(*) from pg_stat_activity where application_name = %s", (Path(script.name).stem,)
+            ).fetchall()
+            assert there == clients, f"of {clients} connections {there} are left"
+        finally:
+            generator.kill()
+            generator.communicate()
 
 
 def on_its_loop(measure: Coroutine[Any, Any, float]) -> float:

@@ -20,7 +20,7 @@ from bench.measuring import (
     fill,
     fill_floor,
     installed,
-    pgbench,
+    load,
     rate,
     sql,
 )
@@ -51,20 +51,16 @@ BARE_HERE = (
 )
 
 
-def against(
-    bench: Bench, name: str, goal: float, text: str, other: str, clients: int, slices: int = 1
-) -> None:
-    """One job per transaction on so many connections, into tables that are empty on both sides when it begins."""
+def against(bench: Bench, name: str, goal: float, text: str, other: str, clients: int) -> None:
+    """One job per transaction on so many connections, into tables that are empty on both sides when it begins.
+
+    Both loads live as long as that and take turns of a quarter of a second: a slice on new connections takes long to get going, and what
+    neighbours do meanwhile counted for more than what is compared.
+    """
     clear(bench)
     fill_floor(bench, 1)
-    bench.pairs(
-        name,
-        goal,
-        lambda: pgbench(bench, text, clients),
-        lambda: pgbench(bench, other, clients),
-        "jobs/s",
-        slices=slices,
-    )
+    with load(bench, text, clients) as ours, load(bench, other, clients) as theirs:
+        bench.pairs(name, goal, ours, theirs, "jobs/s", slices=2 if bench.quick else 16)
 
 
 def enqueue(bench: Bench) -> None:
@@ -73,7 +69,7 @@ def enqueue(bench: Bench) -> None:
         plural = "s" * (clients > 1)
         for name, text in ENQUEUE.items():
             what = f"{name}(), {clients} connection{plural}, against a bare INSERT"
-            against(bench, what, 0.8, text, BARE, clients, slices=2)
+            against(bench, what, 0.8, text, BARE, clients)
             against(bench, f"{what} of the same row into the same table", 0.8, text, BARE_HERE, clients)
     for callers in (1, 32):
         bench.pairs(

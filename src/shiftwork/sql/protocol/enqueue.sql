@@ -282,12 +282,12 @@ end $$;
 -- One job with no more than its payload, as most are: PostgreSQL comes here when the payload is a plain literal or a text.
 -- Reading the defaults of all the options above would take half as long again. What is told of enqueueing one job is told in one statement:
 -- each further one, and each further expression, costs a hundredth or two. A constant out of an array has the type of its domain already,
--- as what is registered has, and is not checked again whenever a job is made.
+-- as what is registered has, and is not checked again whenever a job is made. A time is cast where it is read: to assign it takes a cast more.
 create or replace function shiftwork.enqueue(task text, payload text, out id bigint, out outcome text)
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
-  present constant shiftwork.instant := shiftwork.clock();
+  present constant shiftwork.instant := shiftwork.clock()::shiftwork.instant;
 begin
   if pg_sequence_last_value('shiftwork.heed') is null and octet_length(payload) <= 8192 then
     insert into shiftwork.jobs (task, payload, queue, priority, max_attempts, run_at, created_at,
@@ -320,7 +320,7 @@ create or replace function shiftwork.enqueue_one(task text, payload text, queue 
 language plpgsql security definer set search_path = shiftwork, pg_temp as $$
 #variable_conflict use_variable
 declare
-  present constant shiftwork.instant := shiftwork.clock();
+  present constant shiftwork.instant := shiftwork.clock()::shiftwork.instant;
   made bigint;
 begin
   if queue is not null and max_attempts is not null and octet_length(payload) <= 8192
