@@ -106,7 +106,8 @@ def test_what_ends_in_a_transaction_of_its_own_is_kept_as_long(protocol: Protoco
     protocol.rows("select {}.retain('work', completed => 1)")
     assert (kept(), kept(keep=3), kept(queue="another")) == (1, 3, 7)
     protocol.rows("select {}.retain('*', completed => 100)")
-    assert (kept(), kept(queue="another") > 100) == (1, True)
+    assert kept() == 1
+    assert kept(queue="another") >= 100  # to the end of a month, which the hundredth day can be
 
 
 @pytest.mark.parametrize("in_transaction", [False, True])
