@@ -218,7 +218,7 @@ def drained_floor(bench: Bench, connections: int, jobs: int) -> float:
     return rate(bench, connections, jobs, drain_floor, lambda many: fill_floor(bench, many))
 
 
-def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -> float:
+def pgbench(bench: Bench, text: str, clients: int, seconds: int) -> float:
     """Statements per second on so many connections. The first second does not count: functions are compiled once in a session."""
     with tempfile.NamedTemporaryFile("w", suffix=".sql") as script:
         script.write(text)
@@ -230,7 +230,7 @@ def pgbench(bench: Bench, text: str, clients: int, seconds: int | None = None) -
                 "-n",
                 *(str(part) for option in options.items() for part in option),
                 "-T",
-                str((seconds or (1 if bench.quick else 2)) + 1),
+                str(seconds + 1),
                 bench.url,
             ],
             check=True,
